@@ -1,0 +1,31 @@
+//! The wall clock, as the wire writes it. Leaves deadlines to `std::time::Instant`.
+//! Rule a change could break: every time that leaves the server is RFC 3339 UTC with exactly three decimals.
+
+/// Milliseconds since 1970-01-01 UTC.
+pub type UnixMs = i64;
+
+/// The time now.
+#[must_use]
+pub fn now_ms() -> UnixMs {
+    jiff::Timestamp::now().as_millisecond()
+}
+
+/// `ms` as `2026-12-01T02:20:18.495Z`; a value outside the years jiff knows reads as the nearest bound.
+#[must_use]
+pub fn rfc3339(ms: UnixMs) -> String {
+    let bound = jiff::Timestamp::MAX.as_millisecond();
+    let stamp = jiff::Timestamp::from_millisecond(ms.clamp(-bound, bound)).unwrap_or(jiff::Timestamp::UNIX_EPOCH);
+    format!("{stamp:.3}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_utc_with_milliseconds() {
+        assert_eq!(rfc3339(0), "1970-01-01T00:00:00.000Z");
+        assert_eq!(rfc3339(1_796_091_618_495), "2026-12-01T02:20:18.495Z");
+        assert!(rfc3339(i64::MAX).ends_with('Z'));
+    }
+}
