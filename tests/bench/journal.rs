@@ -153,9 +153,11 @@ impl Desk {
             }],
         };
         let desk = Arc::clone(self);
-        let place = self.journal.reserve(1).unwrap();
+        let Ok(place) = self.journal.reserve(1) else {
+            return;
+        };
         self.journal.submit(unit, place, Box::new(move |ids| {
-            ids.unwrap();
+            if ids.is_err() { return; }
             let unit = Unit {
                 events: vec![KeptEvent {
                     event: "chat-complete",
@@ -163,10 +165,10 @@ impl Desk {
                 }],
                 changes: vec![Change::Done { turn, outcome: "success".into() }],
             };
-            let place = desk.journal.reserve(1).unwrap();
+            let Ok(place) = desk.journal.reserve(1) else { return };
             let again = Arc::clone(&desk);
             desk.journal.owe(unit, place, Box::new(move |ids| {
-                ids.unwrap();
+                if ids.is_err() { return; }
                 again.next();
             }));
         }));
