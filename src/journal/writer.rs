@@ -261,7 +261,6 @@ impl Writer {
                 Err(e) => self.is_bad(&e),
             }
         } else {
-            self.shared.set_trouble(None);
             let owed: Vec<Job> = self.owed.drain(..).collect();
             self.commit(owed);
         }
@@ -352,8 +351,8 @@ impl Writer {
         self.times.tried = Instant::now();
     }
 
-    /// Commits `batch` and tells everybody; with trouble, keeps what is owed and refuses the rest.
-    fn commit(&mut self, batch: Vec<Job>) {
+    /// Commits `batch` and tells everybody; with trouble, keeps what is owed and refuses the rest. False with trouble.
+    fn commit(&mut self, batch: Vec<Job>) -> bool {
         let records = batch.iter().any(|job| matches!(job, Job::Accept { .. }));
         if records {
             crate::faults::point("before_record");
@@ -369,25 +368,32 @@ impl Writer {
                     crate::faults::point("after_record_before_answer");
                 }
                 self.tell(batch, made);
+                true
             }
             Err(e) if may_pass(&e) => {
                 self.is_bad(&e);
                 self.keep_owed_refuse_rest(batch, &words(&e));
+                false
             }
             Err(e) if batch.len() == 1 => {
                 log::error!("journal: a record that can never be made: {}", words(&e));
                 refuse(batch, || {
                     Error::internal(format!("cannot be recorded: {}", words(&e)))
                 });
+                true
             }
             // One record of the batch can never be made: find it by committing them one by one.
             Err(_) => {
+                let mut good = true;
                 for job in batch {
-                    match self.shared.trouble() {
-                        Some(reason) => self.keep_owed_refuse_rest(vec![job], &reason),
-                        None => self.commit(vec![job]),
+                    if good {
+                        good = self.commit(vec![job]);
+                    } else {
+                        let reason = self.shared.trouble().unwrap_or_default();
+                        self.keep_owed_refuse_rest(vec![job], &reason);
                     }
                 }
+                good
             }
         }
     }
