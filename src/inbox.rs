@@ -133,6 +133,11 @@ impl Inbox {
         self.places.iter().filter(|p| p.recorded).count()
     }
 
+    /// Ids of the recorded messages that wait, oldest first.
+    pub fn recorded_uuids(&self) -> impl Iterator<Item = MessageUuid> + '_ {
+        self.places.iter().filter(|p| p.recorded).map(|p| p.message.uuid.clone())
+    }
+
     /// All places, recorded or under way.
     #[must_use]
     pub fn places(&self) -> usize {

@@ -314,6 +314,14 @@ impl<R: RunRef> Machine<R> {
         self.inbox.queued() + self.owed.as_ref().map_or(0, |o| if o.unsure { 0 } else { o.members.len() })
     }
 
+    /// The messages that wait for a run, oldest first.
+    #[must_use]
+    pub fn waiting(&self) -> Vec<MessageUuid> {
+        let owed = self.owed.iter().flat_map(|o| o.members.iter());
+        let held = self.turn.iter().filter(|t| t.step != Step::Sent).flat_map(|t| t.members.iter());
+        owed.chain(held).map(|m| m.uuid.clone()).chain(self.inbox.recorded_uuids()).collect()
+    }
+
     /// The inbox, for its limits.
     pub fn inbox(&self) -> &Inbox {
         &self.inbox
