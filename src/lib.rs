@@ -9,6 +9,7 @@ pub mod clock;
 pub mod config;
 pub mod dump;
 pub mod error;
+pub mod faults;
 pub mod http;
 pub mod ids;
 pub mod inbox;
