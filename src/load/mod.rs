@@ -4,6 +4,7 @@
 //! stranger would. Rule a change could break: no line here reaches into a room of the server, so that a fault there
 //! cannot hide itself by being on both sides of a comparison.
 
+pub mod checker;
 pub mod client;
 pub mod events;
 pub mod png;
