@@ -7,183 +7,19 @@
 //! not recorded first. Rule a change could break: a promise that is not checked here is not kept under load.
 
 pub mod disk;
+mod evidence;
+mod told;
 mod violation;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
-use serde_json::Value;
-
 use super::client::Accepted;
-use super::events::OrderCheck;
 use super::proc::Usage;
-use disk::Disk;
+pub use evidence::{EventLog, Evidence, Kept, Pending, Sent, Try, mark};
+use evidence::{marks, without_image_numbers};
+use told::Told;
 pub use violation::Violation;
-
-/// What came of one try to send.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Try {
-    /// 200.
-    Accepted(Accepted),
-    /// An error answer.
-    Refused {
-        /// Its status.
-        status: u16,
-        /// Its code word.
-        code: String,
-    },
-    /// No answer: time-out, dropped connection, killed server.
-    NoAnswer,
-}
-
-/// One message as its client knows it.
-#[derive(Debug, Clone)]
-pub struct Sent {
-    /// The client's key.
-    pub message_id: String,
-    /// The words; they hold [`mark`] of the key.
-    pub text: String,
-    /// Photos with it.
-    pub photos: usize,
-    /// Every try, in order.
-    pub tries: Vec<Try>,
-    /// The client discarded it by hand after it had failed.
-    pub discarded: bool,
-}
-
-impl Sent {
-    /// The first 200, if any.
-    #[must_use]
-    pub fn accepted(&self) -> Option<&Accepted> {
-        self.tries.iter().find_map(|t| match t {
-            Try::Accepted(a) => Some(a),
-            Try::Refused { .. } | Try::NoAnswer => None,
-        })
-    }
-
-    /// True when every try got a refusal after which nothing may be delivered.
-    fn surely_refused(&self) -> bool {
-        !self.tries.is_empty()
-            && self.tries.iter().all(|t| match t {
-                Try::Refused { status, .. } => (400..500).contains(status),
-                Try::Accepted(_) | Try::NoAnswer => false,
-            })
-    }
-}
-
-/// The token by which a message is found again in any text: `<#id#>`. Ids must not hold `#>`.
-#[must_use]
-pub fn mark(message_id: &str) -> String {
-    format!("<#{message_id}#>")
-}
-
-/// The ids of all marks in a text, in order, with their places.
-fn marks(text: &str) -> Vec<(usize, &str)> {
-    let mut found = Vec::new();
-    let mut from = 0;
-    while let Some(at) = text[from..].find("<#") {
-        let start = from + at + 2;
-        let Some(len) = text[start..].find("#>") else {
-            break;
-        };
-        found.push((start, &text[start..start + len]));
-        from = start + len + 2;
-    }
-    found
-}
-
-/// Image numbers are shifted when messages are merged: `[image#12]` and `[image#1]` read alike.
-fn without_image_numbers(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    let mut rest = text;
-    while let Some(at) = rest.find("[image#") {
-        let after = at + "[image#".len();
-        out.push_str(&rest[..after]);
-        rest = rest[after..].trim_start_matches(|c: char| c.is_ascii_digit());
-    }
-    out.push_str(rest);
-    out
-}
-
-/// One kept event.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Kept {
-    /// Its name.
-    pub event: String,
-    /// What it told.
-    pub data: Value,
-}
-
-/// Kept events of all subscribers put together, by id.
-#[derive(Debug, Clone, Default)]
-pub struct EventLog {
-    events: BTreeMap<i64, Kept>,
-    differing: BTreeSet<i64>,
-    /// True when it reaches back to the first event of the box, so that what is not in it was never told.
-    pub complete: bool,
-}
-
-impl EventLog {
-    /// Takes in one kept event; seen before with other content, it is noted.
-    pub fn add(&mut self, id: i64, event: &str, data: Value) {
-        let kept = Kept {
-            event: event.to_owned(),
-            data,
-        };
-        if let Some(before) = self.events.get(&id) {
-            if *before != kept {
-                self.differing.insert(id);
-            }
-            return;
-        }
-        self.events.insert(id, kept);
-    }
-
-    /// How many there are.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.events.len()
-    }
-
-    /// True when there is none.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.events.is_empty()
-    }
-
-    /// All of them, in order.
-    pub fn iter(&self) -> impl Iterator<Item = (i64, &Kept)> {
-        self.events.iter().map(|(id, kept)| (*id, kept))
-    }
-}
-
-/// One pending message as bootstrap shows it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Pending {
-    /// The session asked for.
-    pub session: String,
-    /// The message.
-    pub uuid: String,
-    /// `accepted`, `dispatched` or `failed`.
-    pub state: String,
-}
-
-/// Everything the judge sees.
-#[derive(Debug, Default)]
-pub struct Evidence {
-    /// What was sent.
-    pub sent: Vec<Sent>,
-    /// What the agents wrote.
-    pub disk: Disk,
-    /// What the bus told.
-    pub log: EventLog,
-    /// What is owed.
-    pub pending: Vec<Pending>,
-    /// Each subscriber's own account, with its name.
-    pub subscribers: Vec<(String, OrderCheck)>,
-    /// True when the server says that it has nothing left to do: then nothing may be under way.
-    pub settled: bool,
-}
 
 /// The judgement, with the figures that say how much was looked at.
 #[derive(Debug, Clone, Default)]
@@ -435,6 +271,9 @@ fn check_message(
     }
 }
 
+/// Acceptance event, place in the transcript, message id.
+type InOrder<'a> = (i64, (usize, usize), &'a str);
+
 /// Per session, the order of first delivery must be the order of acceptance.
 fn check_order(
     sent: &[Sent],
@@ -442,7 +281,7 @@ fn check_order(
     bus: &Told<'_>,
     found: &mut Vec<Violation>,
 ) {
-    let mut sessions: BTreeMap<&str, Vec<(i64, (usize, usize), &str)>> = BTreeMap::new();
+    let mut sessions: BTreeMap<&str, Vec<InOrder<'_>>> = BTreeMap::new();
     for message in sent {
         let Some(place) = places
             .get(message.message_id.as_str())
@@ -507,133 +346,6 @@ fn check_photos(evidence: &Evidence, found: &mut Vec<Violation>) {
                     session: session.clone(),
                     sent,
                     delivered: line.photos,
-                });
-            }
-        }
-    }
-}
-
-/// One turn as the bus told it.
-#[derive(Default)]
-struct Turn {
-    dispatched: usize,
-    /// Dispatched, and no end since.
-    open: bool,
-    /// The last end promised another try.
-    retry: bool,
-    finals: Vec<i64>,
-    excess: bool,
-}
-
-/// The bus, read once.
-#[derive(Default)]
-struct Told<'a> {
-    /// Message id (by its mark) to acceptance events and uuids.
-    accepted: HashMap<&'a str, Vec<(i64, &'a str)>>,
-    turns_of: HashMap<&'a str, Vec<&'a str>>,
-    turns: BTreeMap<&'a str, Turn>,
-    cleared: BTreeSet<&'a str>,
-    failed: BTreeSet<&'a str>,
-    aliases: Vec<(&'a str, &'a str)>,
-    unaccepted: Vec<(&'a str, &'a str)>,
-}
-
-impl<'a> Told<'a> {
-    fn read(log: &'a EventLog) -> Self {
-        let mut told = Self::default();
-        let mut uuids = BTreeSet::new();
-        for (id, kept) in log.iter() {
-            let text = |key: &str| kept.data[key].as_str().unwrap_or_default();
-            let members = || {
-                kept.data["messageUuids"]
-                    .as_array()
-                    .into_iter()
-                    .flatten()
-                    .filter_map(|v| v.as_str())
-            };
-            match kept.event.as_str() {
-                "chat-user-message" => {
-                    uuids.insert(text("messageUuid"));
-                    for (_, mark) in marks(text("message")) {
-                        told.accepted
-                            .entry(mark)
-                            .or_default()
-                            .push((id, text("messageUuid")));
-                    }
-                }
-                "chat-message-dispatched" => {
-                    let turn = told.turns.entry(text("turnId")).or_default();
-                    turn.dispatched += 1;
-                    turn.open = true;
-                    turn.retry = false;
-                    for uuid in members() {
-                        told.turns_of.entry(uuid).or_default().push(text("turnId"));
-                        if log.complete && !uuids.contains(uuid) {
-                            told.unaccepted.push((text("turnId"), uuid));
-                        }
-                    }
-                }
-                "chat-queue-cleared" => told.cleared.extend(members()),
-                "chat-complete" | "chat-turn-failed" => {
-                    let will_retry = kept.data["willRetry"] == true;
-                    if kept.event == "chat-turn-failed" && !will_retry {
-                        told.failed.extend(members());
-                    }
-                    let turn = told.turns.entry(text("turnId")).or_default();
-                    // A turn we never dispatched is one the agent began itself: it ends once, too.
-                    let first_of_its_own = turn.dispatched == 0 && turn.finals.is_empty();
-                    turn.excess |=
-                        !turn.open && !first_of_its_own && (log.complete || turn.dispatched > 0);
-                    turn.open = false;
-                    turn.retry = will_retry;
-                    if !will_retry {
-                        turn.finals.push(id);
-                    }
-                }
-                "chat-session-assigned" => told.aliases.push((text("was"), text("sessionId"))),
-                _ => {}
-            }
-        }
-        told
-    }
-
-    fn same_session(&self, a: &str, b: &str) -> bool {
-        // Names of a session grow into a chain, seldom longer than a few.
-        let mut names = vec![a];
-        let mut at = 0;
-        while let Some(name) = names.get(at).copied() {
-            if name == b {
-                return true;
-            }
-            for (was, now) in &self.aliases {
-                for (from, to) in [(was, now), (now, was)] {
-                    if *from == name && !names.contains(to) {
-                        names.push(to);
-                    }
-                }
-            }
-            at += 1;
-        }
-        false
-    }
-
-    fn check_turns(&self, settled: bool, found: &mut Vec<Violation>) {
-        for (turn, uuid) in &self.unaccepted {
-            found.push(Violation::DispatchedUnaccepted {
-                turn: (*turn).to_owned(),
-                uuid: (*uuid).to_owned(),
-            });
-        }
-        for (id, turn) in &self.turns {
-            if turn.excess {
-                found.push(Violation::TurnEndedTwice {
-                    turn: (*id).to_owned(),
-                    events: turn.finals.clone(),
-                });
-            }
-            if settled && turn.dispatched > 0 && (turn.open || turn.retry) {
-                found.push(Violation::TurnWithoutEnd {
-                    turn: (*id).to_owned(),
                 });
             }
         }

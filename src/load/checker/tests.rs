@@ -1,9 +1,12 @@
 //! Each kind of violation is planted once in evidence that is clean without it, and must be the one that is found.
 
+use std::collections::BTreeSet;
+
 use serde_json::json;
 
-use super::disk::{Transcript, UserLine};
+use super::disk::{Disk, Transcript, UserLine};
 use super::*;
+use crate::load::events::OrderCheck;
 
 fn answer(n: i64) -> Accepted {
     Accepted {
