@@ -15,6 +15,7 @@ pub mod ids;
 pub mod inbox;
 pub mod journal;
 pub mod lifecycle;
+pub mod load;
 pub mod push;
 pub mod session;
 pub mod sync;
