@@ -787,3 +787,6 @@ impl Drop for Pump {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
