@@ -1,1 +1,4 @@
 //! The tests from outside, one binary.
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests fail loudly")]
+
+mod embedded; // the embedded agent as a process
