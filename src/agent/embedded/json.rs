@@ -98,6 +98,14 @@ impl Obj {
         }
     }
 
+    /// What is JSON already, or no key at all.
+    pub fn raw_if(self, key: &str, json: Option<&str>) -> Self {
+        match json {
+            Some(json) => self.raw(key, json),
+            None => self,
+        }
+    }
+
     /// What `more` adds, if `when`.
     pub fn when(self, when: bool, more: impl FnOnce(Self) -> Self) -> Self {
         if when { more(self) } else { self }

@@ -240,15 +240,25 @@ impl Session {
     }
 
     fn stream(&self, message: &ApiMessage, event: String) -> Obj {
-        Obj::new()
+        self.stream_with(message, event, |obj| obj)
+    }
+
+    /// A frame of the model's stream; `more` stands before the message's id.
+    fn stream_with(
+        &self,
+        message: &ApiMessage,
+        event: String,
+        more: impl FnOnce(Obj) -> Obj,
+    ) -> Obj {
+        let obj = Obj::new()
             .str("type", "stream_event")
             .raw("event", event)
             .str("session_id", &self.id)
             .raw("parent_tool_use_id", "null")
-            .str("uuid", &fresh())
-            .when(self.profile == Profile::Current, |obj| {
-                obj.str("api_message_id", &message.id)
-            })
+            .str("uuid", &fresh());
+        more(obj).when(self.profile == Profile::Current, |obj| {
+            obj.str("api_message_id", &message.id)
+        })
     }
 
     /// `message_start`.
@@ -267,7 +277,7 @@ impl Session {
             .raw("message", start.end())
             .end();
         answers(
-            self.stream(message, event).raw("ttft_ms", ttft_ms),
+            self.stream_with(message, event, |obj| obj.raw("ttft_ms", ttft_ms)),
             &message.answers,
         )
         .end()
@@ -446,21 +456,14 @@ impl Session {
 
     /// `result`.
     pub fn result(&self, end: &ResultLine<'_>) -> String {
-        let head = |obj: Obj| {
-            obj.str("subtype", end.subtype)
-                .raw("is_error", end.is_error)
-                .when(end.result.is_some(), |obj| {
-                    obj.raw(
-                        "api_error_status",
-                        if end.is_error { "400" } else { "null" },
-                    )
-                })
-        };
-        let obj = match self.profile {
-            Profile::Current => Obj::new(),
-            Profile::Old => head(Obj::new().str("type", "result")),
-        };
-        let obj = obj
+        match self.profile {
+            Profile::Current => self.current_result(end),
+            Profile::Old => self.old_result(end),
+        }
+    }
+
+    fn current_result(&self, end: &ResultLine<'_>) -> String {
+        let obj = Obj::new()
             .raw("duration_api_ms", end.duration_ms)
             .str_or_null("stop_reason", end.stop.word())
             .str("session_id", &self.id)
@@ -470,30 +473,20 @@ impl Session {
             .raw("permission_denials", "[]")
             .str("terminal_reason", end.terminal_reason)
             .str("fast_mode_state", "off")
-            .when(end.origin.is_some(), |obj| {
-                obj.raw("origin", end.origin.unwrap_or("null"))
-            });
-        let obj = match self.profile {
-            Profile::Current => head(obj.raw("safety_stops", 0)),
-            Profile::Old => obj,
-        };
-        let obj = obj
+            .raw_if("origin", end.origin)
+            .raw("safety_stops", 0)
+            .raw("is_error", end.is_error)
             .raw("num_turns", end.num_turns)
+            .str("subtype", end.subtype)
+            .raw_if("api_error_status", end.api_error_status())
             .str_if("result", end.result)
             .when(!end.errors.is_empty(), |obj| {
                 obj.raw("errors", strings(end.errors))
-            });
-        let obj = match self.profile {
-            Profile::Current => obj.str("type", "result"),
-            Profile::Old => obj,
-        };
-        let obj = obj
+            })
+            .str("type", "result")
             .raw("duration_ms", end.duration_ms)
-            .str("uuid", &fresh());
-        if self.profile == Profile::Old {
-            return obj.end();
-        }
-        let obj = obj.raw("begun_message_ids", strings(end.message_ids));
+            .str("uuid", &fresh())
+            .raw("begun_message_ids", strings(end.message_ids));
         // The turn's own message leads; folded ones follow it in the list.
         let obj = match end.leader {
             Some(leader) => obj
@@ -503,6 +496,32 @@ impl Session {
         };
         obj.raw("queued_turn_count", 0)
             .raw("result_index", end.index)
+            .end()
+    }
+
+    fn old_result(&self, end: &ResultLine<'_>) -> String {
+        Obj::new()
+            .str("type", "result")
+            .str("subtype", end.subtype)
+            .raw("is_error", end.is_error)
+            .raw_if("api_error_status", end.api_error_status())
+            .raw("duration_ms", end.duration_ms)
+            .raw("duration_api_ms", end.duration_ms)
+            .raw("num_turns", end.num_turns)
+            .str_if("result", end.result)
+            .str_or_null("stop_reason", end.stop.word())
+            .str("session_id", &self.id)
+            .raw("total_cost_usd", format_args!("{:.5}", end.total_cost_usd))
+            .raw("usage", usage(end.output_tokens))
+            .raw("modelUsage", "{}")
+            .raw("permission_denials", "[]")
+            .str("terminal_reason", end.terminal_reason)
+            .str("fast_mode_state", "off")
+            .raw_if("origin", end.origin)
+            .when(!end.errors.is_empty(), |obj| {
+                obj.raw("errors", strings(end.errors))
+            })
+            .str("uuid", &fresh())
             .end()
     }
 
@@ -641,14 +660,15 @@ impl Session {
         self.tail(obj)
     }
 
-    /// A user line that no person wrote in this session: a tool's result, an interruption. `content` is JSON.
-    pub fn synthetic_user_line(
+    /// A tool's result as a user line. `content` and `result` are JSON.
+    pub fn tool_result_line(
         &self,
         parent: Option<&str>,
         prompt_id: &str,
         content: &str,
         uuid: &str,
-        more: impl FnOnce(Obj) -> Obj,
+        result: &str,
+        asked_by: &str,
     ) -> String {
         let obj = Self::head(parent)
             .str("promptId", prompt_id)
@@ -658,8 +678,33 @@ impl Session {
                 Obj::new().str("role", "user").raw("content", content).end(),
             )
             .str("uuid", uuid)
+            .str("timestamp", &now())
+            .raw("toolUseResult", result)
+            .str("sourceToolAssistantUUID", asked_by);
+        self.tail(obj)
+    }
+
+    /// The note of an interruption as a user line. `content` is JSON.
+    pub fn interruption_line(
+        &self,
+        parent: Option<&str>,
+        prompt_id: &str,
+        content: &str,
+        uuid: &str,
+    ) -> String {
+        let obj = Self::head(parent)
+            .str("promptId", prompt_id)
+            .str("type", "user")
+            .raw(
+                "message",
+                Obj::new().str("role", "user").raw("content", content).end(),
+            )
+            .when(self.profile == Profile::Current, |obj| {
+                obj.str("rowSource", "harness")
+            })
+            .str("uuid", uuid)
             .str("timestamp", &now());
-        self.tail(more(obj))
+        self.tail(obj)
     }
 
     /// An assistant line of the transcript: one block.
@@ -840,6 +885,14 @@ pub struct AssistantLine<'a> {
     pub output_tokens: u64,
     /// Interrupted in the middle.
     pub aborted: bool,
+}
+
+impl ResultLine<'_> {
+    /// JSON; an aborted turn has none.
+    fn api_error_status(&self) -> Option<&'static str> {
+        self.result
+            .map(|_| if self.is_error { "400" } else { "null" })
+    }
 }
 
 /// What a result says.

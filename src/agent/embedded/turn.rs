@@ -504,16 +504,15 @@ impl Agent {
             .end();
         self.say(self.session.user(&content, &uuid, Some(&result)))?;
         let parent = self.transcript.leaf.replace(uuid.clone());
-        self.transcript.append(self.session.synthetic_user_line(
+        let line = self.session.tool_result_line(
             parent.as_deref(),
             &turn.prompt_id,
             &content,
             &uuid,
-            |obj| {
-                obj.raw("toolUseResult", &result)
-                    .str("sourceToolAssistantUUID", &asked_by)
-            },
-        ));
+            &result,
+            &asked_by,
+        );
+        self.transcript.append(line);
         Ok(())
     }
 
@@ -806,14 +805,10 @@ impl Agent {
         );
         self.say(self.session.user(&content, &uuid, None))?;
         let parent = self.transcript.leaf.replace(uuid.clone());
-        let current = self.session.profile == Profile::Current;
-        lines += &self.session.synthetic_user_line(
-            parent.as_deref(),
-            &turn.prompt_id,
-            &content,
-            &uuid,
-            |obj| obj.when(current, |obj| obj.str("rowSource", "harness")),
-        );
+        lines +=
+            &self
+                .session
+                .interruption_line(parent.as_deref(), &turn.prompt_id, &content, &uuid);
         self.transcript.append(lines);
         if let Some(open) = turn.open.take() {
             if let Some(index) = open_index {
