@@ -1,1 +1,3 @@
 //! The tests from outside, one binary.
+
+mod push; // the live event stream over real sockets
