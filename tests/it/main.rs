@@ -4,3 +4,5 @@
 mod harness; // the harness itself: what it promises to the tests below
 mod support; // a server on a box of its own, clients, and waits that explain themselves
 mod embedded; // the embedded agent as a process
+
+mod push; // the live event stream over real sockets
