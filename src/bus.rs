@@ -494,6 +494,10 @@ impl Bus {
 
     /// Publishes a transient event: no id, never replayed.
     pub fn publish(&self, event: &'static str, data: &impl Serialize) {
+        self.publish_to(event, data, true);
+    }
+
+    fn publish_to(&self, event: &'static str, data: &impl Serialize, heard: bool) {
         let mut failed = None;
         let frame = Frame::build(
             0,
@@ -511,8 +515,13 @@ impl Bus {
         match failed {
             // A map whose keys are no strings, say: a fault of ours that must not reach a client.
             Some(e) => log::error!("event {event} is not JSON: {e}"),
-            None => self.send_on(Arc::new(frame), event),
+            None => self.send_on(Arc::new(frame), event, heard),
         }
+    }
+
+    /// The same for a caller that holds a lock: in-process listeners, which may want that lock, do not hear it.
+    pub fn publish_unheard(&self, event: &'static str, data: &impl Serialize) {
+        self.publish_to(event, data, false);
     }
 
     /// Adds an in-process listener; it hears what is published from now on.
@@ -523,7 +532,7 @@ impl Bus {
             .store(listeners.len(), Ordering::Release);
     }
 
-    fn send_on(&self, frame: Arc<Frame>, event: &str) {
+    fn send_on(&self, frame: Arc<Frame>, event: &str, heard: bool) {
         {
             let mut ring = self.ring.lock();
             if frame.id > 0 && frame.id <= ring.head {
@@ -536,7 +545,7 @@ impl Bus {
         if let Some(wake) = self.wake.get() {
             wake();
         }
-        if self.listener_count.load(Ordering::Acquire) > 0 {
+        if heard && self.listener_count.load(Ordering::Acquire) > 0 {
             let listeners = self.listeners.lock().clone();
             let json = std::str::from_utf8(frame.json()).unwrap_or("null");
             let heard = Heard {
@@ -608,7 +617,7 @@ impl Publisher for Bus {
             // Writing a Value to memory cannot fail.
             let _ = serde_json::to_writer(to, data);
         });
-        self.send_on(Arc::new(frame), event);
+        self.send_on(Arc::new(frame), event, true);
     }
 }
 

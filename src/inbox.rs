@@ -69,9 +69,9 @@ impl Inbox {
         self.push_back(message, false, false);
     }
 
-    /// Puts a recorded message at the end.
-    pub fn push_recorded(&mut self, message: Arc<Message>) {
-        self.push_back(message, true, false);
+    /// Puts a recorded message at the end; one that is `alone` is never merged.
+    pub fn push_recorded(&mut self, message: Arc<Message>, alone: bool) {
+        self.push_back(message, true, alone);
     }
 
     fn push_back(&mut self, message: Arc<Message>, recorded: bool, alone: bool) {
@@ -316,7 +316,7 @@ mod tests {
     #[test]
     fn a_split_turn_travels_one_by_one_before_the_queue() {
         let mut inbox = Inbox::new();
-        inbox.push_recorded(message("q", "q", &[]));
+        inbox.push_recorded(message("q", "q", &[]), false);
         inbox.put_back(vec![message("a", "a", &[]), message("b", "b", &[])], true);
         let uuids = |v: Vec<Arc<Message>>| v.iter().map(|m| m.uuid.to_string()).collect::<Vec<_>>().join(" ");
         assert_eq!(uuids(inbox.drain_turn()), "a");
@@ -327,9 +327,9 @@ mod tests {
     #[test]
     fn clearing_takes_what_is_recorded_and_leaves_places_under_way() {
         let mut inbox = Inbox::new();
-        inbox.push_recorded(message("a", "a", &[]));
+        inbox.push_recorded(message("a", "a", &[]), false);
         inbox.take_place(message("b", "b", &[]));
-        inbox.push_recorded(message("c", "c", &[]));
+        inbox.push_recorded(message("c", "c", &[]), false);
         assert_eq!(inbox.clear_recorded().len(), 2);
         assert_eq!(inbox.places(), 1);
     }

@@ -20,5 +20,6 @@ pub mod push;
 pub mod session;
 pub mod sync;
 pub mod threads;
+pub mod tools;
 pub mod transcript;
 pub mod web;

@@ -10,6 +10,7 @@ pub mod adapt;
 pub mod command;
 pub mod content;
 pub mod embedded;
+pub mod hook;
 pub mod pipes;
 pub mod pump;
 pub mod scrub;

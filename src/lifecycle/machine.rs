@@ -219,6 +219,19 @@ struct InFlight {
     interrupt_after_send: bool,
 }
 
+/// A turn as the journal left it, its fate open.
+#[derive(Debug, Clone)]
+pub struct OwedTurn {
+    /// The turn.
+    pub turn: TurnId,
+    /// Its messages, in order.
+    pub members: Vec<Arc<Message>>,
+    /// Deaths of an agent before it recorded the turn, so far.
+    pub deaths: u32,
+    /// A person stopped it.
+    pub stopped: bool,
+}
+
 /// A turn that was dispatched and whose run is gone.
 #[derive(Debug, Clone)]
 struct Owed {
@@ -275,18 +288,19 @@ impl<R: RunRef> Default for Machine<R> {
 impl<R: RunRef> Machine<R> {
     /// A session as the journal left it: a turn whose fate is open, and what waits behind it. Idle, whatever it was.
     #[must_use]
-    pub fn recovered(owed: Option<(TurnId, Vec<Arc<Message>>, u32, bool)>, queue: Vec<Arc<Message>>) -> Self {
+    pub fn recovered(owed: Option<OwedTurn>, queue: Vec<Arc<Message>>, alone: &[MessageUuid]) -> Self {
         let mut machine = Self::default();
-        machine.owed = owed.map(|(turn, members, deaths, stopped)| Owed {
-            turn,
-            members,
-            deaths,
-            stopped,
+        machine.owed = owed.map(|o| Owed {
+            turn: o.turn,
+            members: o.members,
+            deaths: o.deaths,
+            stopped: o.stopped,
             unsure: true,
             asked: false,
         });
         for message in queue {
-            machine.inbox.push_recorded(message);
+            let alone = alone.contains(&message.uuid);
+            machine.inbox.push_recorded(message, alone);
         }
         machine
     }
@@ -405,7 +419,7 @@ impl<R: RunRef> Machine<R> {
                 self.advance(out)?;
             }
             Fact::Requeued(message) => {
-                self.inbox.push_recorded(message);
+                self.inbox.push_recorded(message, false);
                 self.halted = false;
                 self.advance(out)?;
                 out.push(Effect::Changed);

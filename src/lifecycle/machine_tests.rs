@@ -556,9 +556,10 @@ fn reports_of_an_old_run_are_ignored() {
 
 #[test]
 fn what_the_journal_recovered_is_looked_up_before_anything_goes_out() {
-    let owed = Some((TurnId::parse("m1").unwrap(), vec![message(1), message(2)], 0, false));
+    let turn = TurnId::parse("m1").unwrap();
+    let owed = Some(OwedTurn { turn, members: vec![message(1), message(2)], deaths: 0, stopped: false });
     for (seen, sent) in [(Seen::Absent, vec![vec!["m1", "m2"], vec!["m3"]]), (Seen::Finished, vec![vec!["m3"]])] {
-        let mut world = World { machine: Machine::recovered(owed.clone(), vec![message(3)]), ..World::default() };
+        let mut world = World { machine: Machine::recovered(owed.clone(), vec![message(3)], &[]), ..World::default() };
         world.next_message = 3;
         world.fates = ["m1", "m2", "m3"].map(|m| (m.to_owned(), Fate::Accepted)).into();
         world.apply(Fact::RetryDue);

@@ -15,7 +15,9 @@ use crate::config::{QUEUE_BYTES_MAX, QUEUE_MESSAGES_MAX};
 use crate::error::{Code, Error, Result};
 use crate::ids::{EventId, MessageId, MessageUuid, SessionId, TurnId};
 use crate::inbox::{Image, Message};
-use crate::journal::{AcceptOutcome, Acceptance, Change, Claim, ClaimAnswer, KeptEvent, Unit, content_hash};
+use crate::journal::{
+    AcceptOutcome, Acceptance, Change, Claim, ClaimAnswer, KeptEvent, MessageState, Unit, content_hash,
+};
 use crate::lifecycle::machine::{Did, Fact};
 use crate::sync::bounded;
 use crate::threads::{Doing, doing};
@@ -62,7 +64,7 @@ pub enum Sent {
 /// # Errors
 /// `unknown_session`, `session_gone`, `thread_session`, `content_conflict`, `queue_full`, `cannot_record`, `bad_field`.
 pub fn send(registry: &Arc<Registry>, word: &Word, draft: Draft) -> Result<Sent> {
-    let claim = draft.message_id.clone().map(|id| Claim { id, hash: content_hash(&draft.text, &draft.images) });
+    let claim = draft.message_id.clone().map(|id| Claim { id, hash: content_hash(&draft.text, &draft.images, &[]) });
     // A repeat is answered from the claim, whatever has become of its conversation or of the queue.
     let journal = &registry.context().journal;
     if let Some(claim) = &claim
@@ -178,10 +180,10 @@ pub(super) fn accept(session: &Arc<Session>, draft: Draft, claim: Option<Claim>,
         state.last_used_ms = message.at_ms;
         let acceptance = Acceptance {
             session: session_id.clone(),
-            row: super::registry::row_of(&session.kind, &state),
             message: message.clone(),
             claim: claim.clone(),
             thread,
+            queued: turn.is_none(),
             turn: turn.clone(),
             event: user_message_event(&session_id, &message),
         };
@@ -191,6 +193,9 @@ pub(super) fn accept(session: &Arc<Session>, draft: Draft, claim: Option<Claim>,
             place,
             Box::new(move |outcome| {
                 let recorded = matches!(outcome, Ok(AcceptOutcome::Recorded { .. }));
+                if recorded {
+                    session.keep_row();
+                }
                 // The machine learns first: who has the answer and asks for the status sees the message counted.
                 session.apply(if recorded { Fact::Recorded(uuid) } else { Fact::NotRecorded(uuid) });
                 // A sender that gave up waiting left no receiver.
@@ -286,7 +291,7 @@ pub fn reset(registry: &Registry, session: &Arc<Session>) -> Result<()> {
 /// # Errors
 /// `not_found` for a message the journal does not have as pending, `not_failed` if it did not fail.
 pub fn retry(session: &Arc<Session>, message: &MessageUuid) -> Result<()> {
-    let content = Arc::new(failed(session, message)?);
+    let content = failed(session, message)?;
     let place = session.reserve(1)?;
     let again = session.clone();
     // Back in the inbox in commit order, as any other message; of two retries at once the journal refuses one.
@@ -308,15 +313,17 @@ pub fn discard(session: &Arc<Session>, message: &MessageUuid) -> Result<()> {
     record(session, Change::Discard { message: message.clone() }, vec![event], session.reserve(1)?, || ())
 }
 
-fn failed(session: &Session, message: &MessageUuid) -> Result<Message> {
-    match session.context.journal.failed_message(&session.id(), message)? {
-        Some(Ok(message)) => Ok(message),
-        Some(Err(state)) => Err(Error::new(
+fn failed(session: &Session, message: &MessageUuid) -> Result<Arc<Message>> {
+    let journal = &session.context.journal;
+    let gone = || Error::new(Code::NotFound, format!("no message {message} waits in this conversation"));
+    let row = journal.pending(&session.id())?.into_iter().find(|row| row.message == *message).ok_or_else(gone)?;
+    if row.state != MessageState::Failed {
+        return Err(Error::new(
             Code::NotFailed,
-            format!("message {message} is {}, only a failed one can be retried or discarded", state.word()),
-        )),
-        None => Err(Error::new(Code::NotFound, format!("no message {message} waits in this conversation"))),
+            format!("message {message} is {}, only a failed one can be retried or discarded", row.state.word()),
+        ));
     }
+    journal.message(message)?.ok_or_else(gone)
 }
 
 fn record(
@@ -344,6 +351,20 @@ fn record(
 }
 
 impl Session {
+    /// Records the conversation's row once, right behind its first message; until then `open` messages stand for it.
+    fn keep_row(&self) {
+        let mut state = self.state();
+        if state.row_kept {
+            return;
+        }
+        if let Ok(place) = self.context.journal.reserve_for_outcome(1) {
+            state.row_kept = true;
+            let row = super::registry::row_of(&self.kind, &state);
+            let unit = Unit { changes: vec![Change::Session(row)], events: vec![] };
+            self.context.journal.owe(unit, place, Box::new(|_| ()));
+        }
+    }
+
     /// Sets a flag, keeps it and tells it; allowed at any time, also from a listener of the event it causes.
     ///
     /// # Errors

@@ -67,6 +67,8 @@ pub struct State {
     pub said: String,
     /// Why the last start failed, until one succeeds.
     pub start_error: Option<String>,
+    /// The journal has a row of it.
+    pub row_kept: bool,
     /// The agent's own account of the turn that just ended.
     end: Option<TurnEnd>,
     /// Places in the journal's queue for the records this turn will need.
@@ -126,6 +128,7 @@ impl Session {
                 pins: 0,
                 said: String::new(),
                 start_error: None,
+                row_kept: false,
                 end: None,
                 spare: None,
                 phase_told: (PhaseKind::Idle, 0),
@@ -137,6 +140,11 @@ impl Session {
     /// The lock. Lock order: after the registry's, before any leaf lock.
     pub fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock()
+    }
+
+    /// The lock, if nobody holds it for long: for dumps.
+    pub fn try_state(&self) -> Option<MutexGuard<'_, State>> {
+        self.state.try_lock_for(std::time::Duration::from_millis(20))
     }
 
     /// Condvar of the lock, notified after every fact.
@@ -186,10 +194,10 @@ impl Session {
         places: Option<Places>,
     ) -> (Pending, Did) {
         if let Some(places) = places {
-            state.spare = Some(match state.spare.take() {
-                Some(spare) => spare.join(places),
-                None => places,
-            });
+            match &mut state.spare {
+                Some(spare) => spare.add(places),
+                None => state.spare = Some(places),
+            }
         }
         let mut late = Vec::new();
         let (effects, did) = state.machine.apply(fact);
@@ -243,7 +251,8 @@ impl Session {
             state.since_ms = clock::now_ms();
         }
         state.phase_told = now;
-        self.context.bus.publish(
+        // Inside the lock, so that phases are told in their order; listeners of ours would want the lock.
+        self.context.bus.publish_unheard(
             "chat-phase",
             &json!({"sessionId": state.id, "phase": now.0.word(), "queued": now.1}),
         );
@@ -319,9 +328,9 @@ impl Session {
 
     /// Queues a record that must come true; the journal keeps it and tries again.
     fn owe(&self, state: &mut State, unit: Unit) {
-        let place = state.spare.as_mut().and_then(|s| s.take(1)).or_else(|| self.context.journal.reserve(1).ok());
-        match place {
-            Some(place) => {
+        let spare = state.spare.as_mut().map(|s| s.take(1)).filter(|p| p.count() == 1);
+        match spare.map_or_else(|| self.context.journal.reserve_for_outcome(1), Ok) {
+            Ok(place) => {
                 let id = state.id.clone();
                 self.context.journal.owe(
                     unit,
@@ -334,7 +343,7 @@ impl Session {
                 );
             }
             // Callers reserve before they act, so this is a bug; the ledger still knows the message as undelivered.
-            None => log::error!("session {}: no place for a record in the journal's queue", state.id),
+            Err(e) => log::error!("session {}: a record finds no place: {e}", state.id),
         }
     }
 
@@ -353,7 +362,7 @@ impl Session {
                 return Some(refused);
             }
         };
-        let Some(place) = places.take(1) else { return Some(refused) };
+        let place = places.take(1);
         state.spare = Some(places);
         let uuids: Vec<_> = members.iter().map(|m| m.uuid.clone()).collect();
         let event = KeptEvent {
@@ -399,7 +408,9 @@ impl Session {
                 let outcome = end.map_or("result", |e| if e.is_error { "error" } else { "success" });
                 let error = end.filter(|e| e.is_error).map(|e| e.errors.join("; "));
                 late.push(Late::Features(std::mem::take(&mut state.said)));
-                (vec![done(outcome)], vec![complete_event(&id, &turn, end)], error)
+                // Once a turn, so that the list's order survives a restart.
+                let row = Change::Session(super::registry::row_of(&self.kind, state));
+                (vec![done(outcome), row], vec![complete_event(&id, &turn, end)], error)
             }
             EndHow::Recovered => {
                 state.resumable = true;
@@ -465,7 +476,7 @@ impl Session {
 
     /// Applies a fact that ends things, with the places its records may need; those of a turn in flight are kept.
     pub fn apply_reserved(self: &Arc<Self>, fact: Fact<Run>) -> Did {
-        let places = self.context.journal.reserve(PLACES_PER_TURN).ok();
+        let places = self.context.journal.reserve_for_outcome(PLACES_PER_TURN).ok();
         self.apply_with(fact, places)
     }
 

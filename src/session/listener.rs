@@ -54,7 +54,7 @@ impl Listener {
     fn run_prepare_hook(&self, id: &SessionId) {
         let context = &self.session.context;
         let Some(command) = &context.config.prepare else { return };
-        match crate::agent::command::run_hook(command, &context.config.box_dir, Instant::now() + PREPARE_LIMIT) {
+        match crate::agent::hook::run(command, &context.config.box_dir, Instant::now() + PREPARE_LIMIT) {
             Ok(()) => {}
             Err(e) => log::warn!("session {id}: prepare hook: {e}"),
         }
@@ -111,9 +111,10 @@ impl RunListener for Listener {
                     }
                 };
                 let seq = session.context.turns.push(&turn, raw.clone());
+                let texts = msg.answer_texts();
                 let id = {
                     let mut state = session.state();
-                    if let Some(text) = msg.assistant_text() {
+                    for text in texts {
                         state.said.push_str(&text);
                     }
                     state.id.clone()

@@ -17,7 +17,7 @@ use crate::clock::{self, UnixMs};
 use crate::error::{Code, Error, Result};
 use crate::ids::{MessageUuid, SessionId, TurnId};
 use crate::journal::{Change, KeptEvent, Recovered, SessionRow, Unit};
-use crate::lifecycle::machine::{Fact, Machine};
+use crate::lifecycle::machine::{Fact, Machine, OwedTurn};
 use crate::lifecycle::PhaseKind;
 use crate::sync::{Condvar, Mutex, Sender, unbounded};
 use crate::threads::{self, Doing, Name, OnPanic, Thread, doing};
@@ -151,8 +151,14 @@ impl Registry {
             if owed.turn.is_none() && owed.queue.is_empty() {
                 continue;
             }
-            let turn = owed.turn.map(|t| (t.turn, t.members, t.attempts, t.stopped));
-            let machine = Machine::recovered(turn, owed.queue);
+            let turn = owed.turn.map(|t| OwedTurn {
+                turn: t.turn,
+                members: t.members,
+                // `attempts` counts dispatches; each that a recall followed was a death.
+                deaths: if t.dispatched { t.attempts.saturating_sub(1) } else { t.attempts },
+                stopped: t.stopped,
+            });
+            let machine = Machine::recovered(turn, owed.queue, &owed.alone);
             let row = map.known.get(&owed.session).cloned().unwrap_or_else(|| fresh_row(&owed.session, None));
             let session = make(&context, &row, machine, map.kept_features.get(&owed.session));
             map.by_id.insert(owed.session, session);
@@ -545,7 +551,8 @@ impl Registry {
                 map.main = Some(id.clone());
             }
             // Queued inside both locks: what is recorded for the new id comes after this.
-            let mut changes = vec![Change::Session(row)];
+            let json = serde_json::to_string(&state.features).unwrap_or_default();
+            let mut changes = vec![Change::Session(row), Change::Features { session: id.clone(), json }];
             changes.push(if cleared {
                 Change::Move { was: was.clone(), now: id.clone() }
             } else {

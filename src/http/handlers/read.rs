@@ -11,6 +11,8 @@ use crate::clock;
 use crate::error::{Code, Error, Result};
 use crate::http::reply::{Body, Reply};
 use crate::ids::{MessageUuid, SessionId, TurnId};
+use crate::journal::PendingRow;
+use crate::transcript::entry::EntryType;
 use crate::transcript::media::MediaRef;
 use crate::transcript::page::{Page, Window};
 
@@ -63,9 +65,19 @@ impl Handlers {
         let window = Window::Tail { tail, min_real_user_messages: 0 };
         let page = if has_file { context.archive.history(&id, window)? } else { Page::default() };
         let features = session.as_ref().map(|s| s.state().features.clone()).unwrap_or_default();
+        // For an agent that keeps no uuids: which user lines were there before a message was accepted.
+        let known_before = |at_ms: i64| -> Vec<&str> {
+            if context.keeps_uuids.load(std::sync::atomic::Ordering::Relaxed) {
+                return Vec::new();
+            }
+            let at = clock::rfc3339(at_ms);
+            let users = page.entries.iter().filter(|e| e.kind == EntryType::User);
+            users.filter(|e| e.timestamp.as_deref().is_none_or(|t| t < at.as_str())).map(|e| e.uuid.as_str()).collect()
+        };
         Ok(Reply::json(&json!({
             "kind": kind, "sessionId": id, "entries": page.entries, "total": page.total, "offset": page.offset,
-            "hasMore": page.has_more, "skippedLines": page.skipped_lines, "pending": pending, "delivered": delivered,
+            "hasMore": page.has_more, "skippedLines": page.skipped_lines,
+            "pending": pending.iter().map(|row| pending_entry(row, &known_before)).collect::<Vec<_>>(), "delivered": delivered,
             "status": session.map(|s| status(&s)), "features": features, "cursor": cursor,
         })))
     }
@@ -84,10 +96,11 @@ impl Handlers {
             image.ok_or_else(|| Error::new(Code::NotFound, format!("no photo {n} of a waiting message {message}")))?;
         // The type is read off the bytes, never taken from the client: this is shown in a page of ours.
         let mime = crate::transcript::media::sniff(&bytes);
-        Ok(Reply::bytes(mime, bytes)
-            .header("Cache-Control", "private, no-store")
-            .header("X-Content-Type-Options", "nosniff")
-            .header("Content-Disposition", "inline"))
+        Ok(reply(200, Body::Bytes(bytes))
+            .with("Content-Type", mime)
+            .with("Cache-Control", "private, no-store")
+            .with("X-Content-Type-Options", "nosniff")
+            .with("Content-Disposition", "inline"))
     }
 
     pub(super) fn turns(&self, turn: &TurnId, after: u64, wait_ms: u64) -> Result<Reply> {
@@ -112,27 +125,61 @@ impl Handlers {
         let file = self.registry.context().archive.media(&media)?;
         let common = |reply: Reply| {
             reply
-                .header("Cache-Control", "private, max-age=31536000, immutable")
-                .header("ETag", &file.etag)
-                .header("X-Content-Type-Options", "nosniff")
-                .header("Content-Disposition", "inline")
-                .header("Accept-Ranges", "bytes")
+                .with("Cache-Control", "private, max-age=31536000, immutable")
+                .with("ETag", &file.etag)
+                .with("X-Content-Type-Options", "nosniff")
+                .with("Content-Disposition", "inline")
+                .with("Accept-Ranges", "bytes")
         };
         if if_none_match.is_some_and(|tags| matches_etag(tags, &file.etag)) {
-            return Ok(common(Reply::not_modified()));
+            return Ok(common(Reply::empty(304)));
         }
         let (start, len) = match range.and_then(|r| parse_range(r, file.len)) {
             None => (0, file.len),
             Some(Ok(part)) => part,
             Some(Err(())) => {
-                return Ok(common(Reply::range_not_satisfiable(file.len, range.unwrap_or_default())));
+                let range = range.unwrap_or_default();
+                let text = format!("range {range:?} lies outside the photo of {} bytes", file.len);
+                let refused = Reply::from_error(&Error::new(Code::BadRange, text));
+                return Ok(refused.with("Content-Range", format!("bytes */{}", file.len)));
             }
         };
         let reader: Box<dyn Read + Send> = if head { Box::new(std::io::empty()) } else { file.open(start, len)? };
-        let reply = Reply::stream(file.mime, Body::Reader { reader, len });
-        let part = range.is_some() && len != file.len;
-        Ok(common(if part { reply.partial(start, len, file.len) } else { reply }))
+        let body = Body::Reader { reader, len };
+        // Parts of the whole are 206 also when the part is all of it (RFC 9110, 15.3.7).
+        let part = range.is_some_and(|r| parse_range(r, file.len).is_some());
+        let answer = if part {
+            reply(206, body).with("Content-Range", format!("bytes {start}-{}/{}", start + len - 1, file.len))
+        } else {
+            reply(200, body)
+        };
+        Ok(common(answer.with("Content-Type", file.mime)))
     }
+}
+
+fn pending_entry<'a>(row: &PendingRow, known_before: &impl Fn(i64) -> Vec<&'a str>) -> serde_json::Value {
+    let mut content = Vec::new();
+    if !row.text.is_empty() {
+        content.push(json!({"type": "text", "text": row.text}));
+    }
+    for (n, image) in row.images.iter().enumerate() {
+        let url = format!("/api/chat/pending/{}/{n}", row.message);
+        content.push(json!({"type": "image", "mediaType": image.mime, "imageUrl": url}));
+    }
+    let mut entry = json!({
+        "uuid": row.message, "type": "user", "timestamp": clock::rfc3339(row.at_ms), "content": content,
+        "state": row.state.word(), "reconcileKnownUuids": known_before(row.at_ms),
+    });
+    for (name, value) in [
+        ("turnId", row.turn.as_ref().map(|t| json!(t))),
+        ("user", row.user.as_ref().map(|u| json!(u))),
+        ("error", row.error.as_ref().map(|e| json!(e))),
+    ] {
+        if let Some(value) = value {
+            entry[name] = value;
+        }
+    }
+    entry
 }
 
 fn status(session: &crate::session::engine::Session) -> serde_json::Value {
@@ -152,20 +199,27 @@ fn status(session: &crate::session::engine::Session) -> serde_json::Value {
     })
 }
 
-pub(super) fn asset(path: &str, if_none_match: Option<&str>) -> Result<Reply> {
+fn reply(status: u16, body: Body) -> Reply {
+    Reply { status, headers: Vec::new(), body }
+}
+
+pub(super) fn asset(path: &str, if_none_match: Option<&str>, gzip: bool) -> Result<Reply> {
     let asset = crate::web::asset(path).ok_or_else(|| Error::new(Code::UnknownPath, format!("no such path {path}")))?;
+    let (bytes, etag) = if gzip { (asset.gz, asset.gz_etag) } else { (asset.bytes, asset.etag) };
     let common = |reply: Reply| {
         reply
-            .header("Cache-Control", "no-cache")
-            .header("ETag", &asset.etag)
-            .header("Content-Security-Policy", crate::web::CSP)
-            .header("X-Content-Type-Options", "nosniff")
-            .header("Referrer-Policy", "no-referrer")
+            .with("Cache-Control", crate::web::CACHE_CONTROL)
+            .with("ETag", etag)
+            .with("Vary", "Accept-Encoding")
+            .with("Content-Security-Policy", crate::web::CSP)
+            .with("X-Content-Type-Options", "nosniff")
+            .with("Referrer-Policy", "no-referrer")
     };
-    if if_none_match.is_some_and(|tags| matches_etag(tags, &asset.etag)) {
-        return Ok(common(Reply::not_modified()));
+    if if_none_match.is_some_and(|tags| matches_etag(tags, etag)) {
+        return Ok(common(Reply::empty(304)));
     }
-    Ok(common(Reply::bytes(asset.mime, asset.bytes.to_vec())))
+    let answer = reply(200, Body::Bytes(bytes.to_vec())).with("Content-Type", asset.mime);
+    Ok(common(if gzip { answer.with("Content-Encoding", "gzip") } else { answer }))
 }
 
 /// True if an `If-None-Match` list names `etag` or is `*`; weak and strong tags compare alike here.
