@@ -6,3 +6,7 @@ mod support; // a server on a box of its own, clients, and waits that explain th
 mod embedded; // the embedded agent as a process
 
 mod push; // the live event stream over real sockets
+#![allow(clippy::unwrap_used, reason = "tests fail loudly")]
+
+/// The port: framing, times, load, who may talk.
+mod gate;
