@@ -152,7 +152,7 @@ function took(o, answer) {
       grow();
     }
     if (answer.kind === "unavailable") o.error = answer.error || "The record of this conversation cannot be read just now.";
-    o.talk.adopt(answer);
+    o.again ||= o.talk.adopt(answer);
     if (stuck && o.talk.entries.length > KEPT_MAX) {
       const drop = o.talk.entries.length - TAIL;
       o.talk.entries = o.talk.entries.slice(drop);
@@ -703,8 +703,8 @@ async function submit() {
   const photos = drafts.photos;
   const o = open;
   if ((!text && !photos.length) || !o) return;
-  if (!o.conv) await refresh();
-  if (!o.conv || o !== open) return;
+  if (!o.talk.loaded) await refresh(); // a copy must know what was there before it
+  if (!o.talk.loaded || !o.conv || o !== open) return;
   const wrong = tooMuch(photos);
   if (wrong) return flash(wrong);
   drafts.photos = [];
@@ -716,7 +716,7 @@ async function submit() {
   stuck = true;
   const item = {
     messageId: freshId(), conv: o.conv, session: o.draft ?? o.conv, text, images: photos.map(({ mimeType, bytes }) => ({ mimeType, bytes })),
-    photos: photos.length, at: Math.max(Date.now(), (outbox.items.at(-1)?.at ?? 0) + 1), known: o.talk.knownUuids(), attempted: false, state: "waiting",
+    photos: photos.length, at: Math.max(Date.now(), (outbox.items.at(-1)?.at ?? 0) + 1), ...o.talk.origin(outbox.of(o.conv)), attempted: false, state: "waiting",
   };
   await outbox.add(item);
   for (const p of photos) URL.revokeObjectURL(p.url);
