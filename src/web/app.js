@@ -171,6 +171,8 @@ function took(o, answer) {
 
 function phase(o, status) {
   if (status.phase) o.phase = status.phase;
+  if (status.startError !== undefined) o.startError = status.startError;
+  o.heardAt = Date.now() - (status.lastMessageAgeMs ?? 0);
   o.queued = status.queued ?? o.queued;
   if (status.turnId !== undefined) o.turnId = status.turnId;
   if (o.turnId && (o.phase === "streaming" || o.phase === "stopping") && !o.turns.has(o.turnId)) catchUp(o, turnOf(o, o.turnId));
@@ -247,12 +249,14 @@ const events = new Events({
     if (!o || !(o.ids.has(data.sessionId) || o.ids.has(data.was))) return;
     switch (event) {
       case "chat-phase":
+        if (data.phase === "idle" && o.phase === "starting") refresh(); // a start that failed says why in the status
         if (data.phase !== "streaming" && data.phase !== "stopping") o.turnId = null;
         if (data.phase === "idle" || data.phase === "ready") for (const t of o.turns.values()) t.retry = null;
         phase(o, data);
         draw();
         break;
       case "chat-turn": {
+        o.heardAt = Date.now();
         if (o.turns.get(data.turnId)?.ended) break;
         const fresh = !o.turns.has(data.turnId);
         const turn = turnOf(o, data.turnId);
@@ -597,7 +601,8 @@ function drawHead() {
   $("title").textContent = title;
   document.title = (o.phase === "streaming" ? "● " : "") + title + " · beebox";
   const state = o.draft ? "" : PHASES[o.phase] ?? o.phase;
-  $("state").textContent = state + (o.queued > 0 ? ` · ${o.queued} waiting` : "");
+  const silent = o.phase === "streaming" ? Math.floor((Date.now() - o.heardAt) / 60_000) : 0;
+  $("state").textContent = state + (silent > 0 ? ` · no word for ${silent} min` : "") + (o.queued > 0 ? ` · ${o.queued} waiting` : "");
   $("state").dataset.phase = o.phase;
   $("more").hidden = Boolean(o.draft || !o.conv);
   $("interrupt").hidden = o.phase !== "streaming";
@@ -635,6 +640,7 @@ function drawBanner(login) {
     bannerTimer = setTimeout(drawBanner, 1000);
   } else if (flashText) text = flashText;
   else if (open?.error) text = open.error;
+  else if (open?.startError && open.phase === "idle") text = "The agent could not be started: " + (open.startError.error ?? open.startError);
   else if (refused) text = `The server cannot take your message yet: ${refused.error}. It is kept, and sent again by itself.`;
   const banner = $("banner");
   banner.hidden = !text;
@@ -658,7 +664,10 @@ function drawSessions() {
   $("sessions").dataset.sig = sig;
   if (at >= 0) $("sessions").querySelectorAll("a")[at]?.focus();
 }
-setInterval(drawSessions, 60_000);
+setInterval(() => {
+  drawSessions();
+  drawHead();
+}, 30_000);
 
 function say(text) {
   $("say").textContent = text;
