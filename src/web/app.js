@@ -152,7 +152,7 @@ function took(o, answer) {
       grow();
     }
     if (answer.kind === "unavailable") o.error = answer.error || "The record of this conversation cannot be read just now.";
-    o.talk.adopt(answer);
+    o.again ||= o.talk.adopt(answer);
     if (stuck && o.talk.entries.length > KEPT_MAX) {
       const drop = o.talk.entries.length - TAIL;
       o.talk.entries = o.talk.entries.slice(drop);
@@ -171,6 +171,8 @@ function took(o, answer) {
 
 function phase(o, status) {
   if (status.phase) o.phase = status.phase;
+  if (status.startError !== undefined) o.startError = status.startError;
+  o.heardAt = Date.now() - (status.lastMessageAgeMs ?? 0);
   o.queued = status.queued ?? o.queued;
   if (status.turnId !== undefined) o.turnId = status.turnId;
   if (o.turnId && (o.phase === "streaming" || o.phase === "stopping") && !o.turns.has(o.turnId)) catchUp(o, turnOf(o, o.turnId));
@@ -247,12 +249,14 @@ const events = new Events({
     if (!o || !(o.ids.has(data.sessionId) || o.ids.has(data.was))) return;
     switch (event) {
       case "chat-phase":
+        if (data.phase === "idle" && o.phase === "starting") refresh(); // a start that failed says why in the status
         if (data.phase !== "streaming" && data.phase !== "stopping") o.turnId = null;
         if (data.phase === "idle" || data.phase === "ready") for (const t of o.turns.values()) t.retry = null;
         phase(o, data);
         draw();
         break;
       case "chat-turn": {
+        o.heardAt = Date.now();
         if (o.turns.get(data.turnId)?.ended) break;
         const fresh = !o.turns.has(data.turnId);
         const turn = turnOf(o, data.turnId);
@@ -597,7 +601,8 @@ function drawHead() {
   $("title").textContent = title;
   document.title = (o.phase === "streaming" ? "● " : "") + title + " · beebox";
   const state = o.draft ? "" : PHASES[o.phase] ?? o.phase;
-  $("state").textContent = state + (o.queued > 0 ? ` · ${o.queued} waiting` : "");
+  const silent = o.phase === "streaming" ? Math.floor((Date.now() - o.heardAt) / 60_000) : 0;
+  $("state").textContent = state + (silent > 0 ? ` · no word for ${silent} min` : "") + (o.queued > 0 ? ` · ${o.queued} waiting` : "");
   $("state").dataset.phase = o.phase;
   $("more").hidden = Boolean(o.draft || !o.conv);
   $("interrupt").hidden = o.phase !== "streaming";
@@ -635,6 +640,7 @@ function drawBanner(login) {
     bannerTimer = setTimeout(drawBanner, 1000);
   } else if (flashText) text = flashText;
   else if (open?.error) text = open.error;
+  else if (open?.startError && open.phase === "idle") text = "The agent could not be started: " + (open.startError.error ?? open.startError);
   else if (refused) text = `The server cannot take your message yet: ${refused.error}. It is kept, and sent again by itself.`;
   const banner = $("banner");
   banner.hidden = !text;
@@ -658,7 +664,10 @@ function drawSessions() {
   $("sessions").dataset.sig = sig;
   if (at >= 0) $("sessions").querySelectorAll("a")[at]?.focus();
 }
-setInterval(drawSessions, 60_000);
+setInterval(() => {
+  drawSessions();
+  drawHead();
+}, 30_000);
 
 function say(text) {
   $("say").textContent = text;
@@ -703,8 +712,8 @@ async function submit() {
   const photos = drafts.photos;
   const o = open;
   if ((!text && !photos.length) || !o) return;
-  if (!o.conv) await refresh();
-  if (!o.conv || o !== open) return;
+  if (!o.talk.loaded) await refresh(); // a copy must know what was there before it
+  if (!o.talk.loaded || !o.conv || o !== open) return;
   const wrong = tooMuch(photos);
   if (wrong) return flash(wrong);
   drafts.photos = [];
@@ -716,7 +725,7 @@ async function submit() {
   stuck = true;
   const item = {
     messageId: freshId(), conv: o.conv, session: o.draft ?? o.conv, text, images: photos.map(({ mimeType, bytes }) => ({ mimeType, bytes })),
-    photos: photos.length, at: Math.max(Date.now(), (outbox.items.at(-1)?.at ?? 0) + 1), known: o.talk.knownUuids(), attempted: false, state: "waiting",
+    photos: photos.length, at: Math.max(Date.now(), (outbox.items.at(-1)?.at ?? 0) + 1), ...o.talk.origin(outbox.of(o.conv)), attempted: false, state: "waiting",
   };
   await outbox.add(item);
   for (const p of photos) URL.revokeObjectURL(p.url);

@@ -1,6 +1,6 @@
 // What this page knows of one conversation: the newest snapshot of the server and the kept events after it. Pure.
 // Rule a change could break: a snapshot speaks up to its cursor; events after the cursor are applied again on top of it.
-import { reconcile } from "./reconcile.js";
+import { origin, reconcile } from "./reconcile.js";
 
 const EVENTS_MAX = 2000;
 
@@ -19,15 +19,19 @@ export class Conversation {
   delivered = [];
   seen = 0;
   epoch = "";
-  textRule = false;
   events = []; // kept events since the last snapshot's cursor
   errors = new Map(); // messageUuid -> why it failed, in words
   loaded = false;
 
-  /** Takes a bootstrap answer; older pages that still join on are kept. */
+  /**
+   * Takes a bootstrap answer; older pages that still join on are kept. Answers whether it should be asked for once more
+   * before anything is drawn: a message came while it was made, and nothing tells which entries were there before.
+   */
   adopt(snapshot) {
+    const first = !this.loaded;
+    const before = first ? undefined : this.userUuids();
     const { epoch, id } = parseCursor(snapshot.cursor);
-    const kept = epoch === this.epoch ? this.events.filter((e) => e.id > id) : [];
+    const kept = first || epoch === this.epoch ? this.events.filter((e) => e.id > id) : [];
     const fresh = snapshot.entries ?? [];
     const offset = snapshot.offset ?? 0;
     const mine = offset - this.offset; // how many of ours come before the fresh ones
@@ -39,12 +43,12 @@ export class Conversation {
     this.skippedLines = snapshot.skippedLines ?? this.skippedLines;
     this.pending = (snapshot.pending ?? []).map((p) => ({ ...p }));
     this.delivered = snapshot.delivered ?? [];
-    if (this.pending.some((p) => Array.isArray(p.reconcileKnownUuids))) this.textRule = true;
     this.epoch = epoch;
     this.seen = id;
     this.events = [];
     this.loaded = true;
-    for (const event of kept) this.hear(event);
+    for (const event of kept) this.hear(event, before);
+    return first && kept.some((e) => e.event === "chat-user-message");
   }
 
   /** Older entries, read from `offset` on up to where ours begin. */
@@ -53,8 +57,11 @@ export class Conversation {
     this.offset = offset;
   }
 
-  /** Takes a kept event of this session. Answers whether the transcript should be read again. */
-  hear({ id, event, data }) {
+  /**
+   * Takes a kept event of this session; `known`: the user entries that were there before it. Answers whether the
+   * transcript should be read again.
+   */
+  hear({ id, event, data }, known = this.userUuids()) {
     if (id <= this.seen) return false;
     this.seen = id;
     this.events.push({ id, event, data });
@@ -66,7 +73,7 @@ export class Conversation {
           for (let n = 0; n < (data.images ?? 0); n++) content.push({ type: "image", pending: true });
           this.pending.push({
             uuid: data.messageUuid, type: "user", timestamp: data.timestamp, state: "accepted", content,
-            reconcileKnownUuids: this.textRule ? this.knownUuids(1000) : undefined,
+            reconcileKnownUuids: known,
           });
         }
         return false;
@@ -92,9 +99,13 @@ export class Conversation {
     }
   }
 
-  /** The newest user entries' and all pending messages' uuids: what a new own copy must not be taken for. */
-  knownUuids(newest = 20) {
-    return this.entries.filter((e) => e.type === "user").slice(-newest).map((e) => e.uuid).concat(this.pending.map((p) => p.uuid));
+  userUuids() {
+    return this.entries.filter((e) => e.type === "user").map((e) => e.uuid);
+  }
+
+  /** What a new own copy keeps of the moment it was written. */
+  origin(own) {
+    return origin({ entries: this.entries, pending: this.pending, own });
   }
 
   /** What is shown, by the rule of reconcile.js. */

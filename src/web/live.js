@@ -24,7 +24,7 @@ export class LiveTurn {
   }
 
   apply(msg) {
-    if (!msg || msg.parent_tool_use_id) return; // a helper of the agent speaks; its call shows
+    if (!msg || msg.parentToolUseId || msg.parent_tool_use_id) return; // a helper of the agent speaks; its call shows
     switch (msg.type) {
       case "stream_event":
         this.event(msg.event ?? {});
@@ -38,8 +38,8 @@ export class LiveTurn {
       case "status":
         if (msg.kind === "api_retry") {
           this.retry = {
-            attempt: msg.attempt, max: msg.max_retries ?? msg.maxRetries, delayMs: msg.retry_delay_ms ?? msg.retryDelayMs,
-            status: msg.error_status ?? msg.errorStatus, error: msg.error,
+            attempt: msg.attempt, max: msg.maxRetries ?? msg.max_retries, delayMs: msg.retryDelayMs ?? msg.retry_delay_ms,
+            status: msg.errorStatus ?? msg.error_status, error: msg.error,
           };
         }
         break;

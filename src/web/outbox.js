@@ -1,6 +1,7 @@
 // Messages on their way: kept in IndexedDB, photos as first sent, until the server answered for them.
 // Rule a change could break: a message keeps its messageId and its bytes for life, so that a repeat is never a second copy.
 import { api } from "./net.js";
+import { settle } from "./reconcile.js";
 
 const BACKOFF_MS = [500, 1000, 2000, 4000, 8000, 15_000, 30_000];
 const SEND_MS_MAX = 120_000; // 25 MB over a slow phone line
@@ -160,10 +161,10 @@ export class Outbox {
 
   /** The server answered, here or in another tab. */
   settle(messageId, answer) {
-    const item = this.items.find((i) => i.messageId === messageId);
-    if (!item || item.messageUuid) return;
+    const item = settle(this.items, messageId, answer);
+    if (!item) return;
     const conv = item.conv;
-    Object.assign(item, { messageUuid: answer.messageUuid, turnId: answer.turnId, eventId: answer.eventId, error: undefined, answerState: answer.state });
+    item.error = undefined;
     for (const i of this.items) {
       if (i.conv !== conv) continue;
       i.conv = answer.sessionId;

@@ -43,6 +43,8 @@ export function copyButton(get, name = "Copy message") {
 const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit" });
 const dayName = new Intl.DateTimeFormat(undefined, { weekday: "long", day: "numeric", month: "long" });
 const date = new Intl.DateTimeFormat(undefined, { dateStyle: "medium" });
+const weekday = new Intl.DateTimeFormat(undefined, { weekday: "short" });
+const shortDate = new Intl.DateTimeFormat(undefined, { day: "numeric", month: "short" });
 const whole = new Intl.DateTimeFormat(undefined, { dateStyle: "full", timeStyle: "medium" });
 
 const valid = (at) => {
@@ -72,7 +74,8 @@ export function ago(at) {
   const minutes = Math.round((Date.now() - d) / 60_000);
   if (minutes < 1) return "now";
   if (minutes < 60) return `${minutes} min`;
-  return daysAgo(d) === 0 ? clock.format(d) : daysAgo(d) === 1 ? "yesterday" : date.format(d);
+  const days = daysAgo(d);
+  return days === 0 ? clock.format(d) : days < 7 ? weekday.format(d) : days < 300 ? shortDate.format(d) : String(d.getFullYear());
 }
 
 let viewer;
