@@ -18,6 +18,12 @@ pub fn rfc3339(ms: UnixMs) -> String {
     format!("{stamp:.3}")
 }
 
+/// The milliseconds that an RFC 3339 text names; none when it is no time.
+#[must_use]
+pub fn from_rfc3339(text: &str) -> Option<UnixMs> {
+    text.parse::<jiff::Timestamp>().ok().map(jiff::Timestamp::as_millisecond)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -27,5 +33,7 @@ mod tests {
         assert_eq!(rfc3339(0), "1970-01-01T00:00:00.000Z");
         assert_eq!(rfc3339(1_796_091_618_495), "2026-12-01T02:20:18.495Z");
         assert!(rfc3339(i64::MAX).ends_with('Z'));
+        assert_eq!(from_rfc3339("2026-12-01T02:20:18.495Z"), Some(1_796_091_618_495));
+        assert_eq!(from_rfc3339("yesterday"), None);
     }
 }
