@@ -1,5 +1,9 @@
 //! The tests from outside, one binary.
-#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests fail loudly")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "tests fail loudly"
+)]
 
 mod embedded; // the embedded agent as a process
 mod gate; // the port: framing, times, load, who may talk
