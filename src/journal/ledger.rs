@@ -360,7 +360,7 @@ impl Ledger {
                 }
                 None => log::warn!("journal: split of turn {turn}, which is not open"),
             },
-            Change::Alias { was, now } => {
+            Change::Alias { was, now } | Change::Move { was, now } => {
                 let mine = |session: &SessionId| session == was;
                 let messages: Vec<_> = self
                     .open
@@ -388,7 +388,9 @@ impl Ledger {
                 for (key, turn) in turns {
                     self.set_turn(&key, Some(turn));
                 }
-                ops.push(Op::Fact(change));
+                if matches!(change, Change::Alias { .. }) {
+                    ops.push(Op::Fact(change));
+                }
                 ops.push(Op::Moved { was, now });
             }
             Change::Session(_)
@@ -575,9 +577,9 @@ fn fact(change: &Change, db: &Connection, faults: &Faults, now: UnixMs) -> rusql
         Change::Session(row) => run(
             db,
             faults,
-            "INSERT OR REPLACE INTO session(session, thread, created_ms, last_used_ms, label, keeps_uuids)
+            "INSERT OR REPLACE INTO session(session, thread, created_ms, last_used_ms, label, resumable)
              VALUES(?1, ?2, ?3, ?4, ?5, ?6)",
-            params![row.session.as_str(), row.thread, row.created_ms, row.last_used_ms, row.label, row.keeps_uuids],
+            params![row.session.as_str(), row.thread, row.created_ms, row.last_used_ms, row.label, row.resumable],
         ),
         Change::Alias { was, now } => {
             run(db, faults, "INSERT OR REPLACE INTO alias VALUES(?1, ?2)", params![was.as_str(), now.as_str()])
@@ -612,7 +614,8 @@ fn fact(change: &Change, db: &Connection, faults: &Faults, now: UnixMs) -> rusql
         | Change::Fail { .. }
         | Change::Retry { .. }
         | Change::Discard { .. }
-        | Change::Split { .. } => Ok(0),
+        | Change::Split { .. }
+        | Change::Move { .. } => Ok(0),
     }
 }
 

@@ -186,6 +186,11 @@ impl Places {
         }
     }
 
+    /// Takes others in.
+    pub fn add(&mut self, mut others: Places) {
+        self.count += std::mem::take(&mut others.count);
+    }
+
     /// How many.
     #[must_use]
     pub fn count(&self) -> usize {

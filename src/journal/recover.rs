@@ -24,7 +24,7 @@ pub(super) fn recover(db: &Connection, epoch: String) -> rusqlite::Result<(Recov
     };
     all.sessions = rows(
         db,
-        "SELECT session, thread, created_ms, last_used_ms, label, keeps_uuids FROM session ORDER BY last_used_ms DESC",
+        "SELECT session, thread, created_ms, last_used_ms, label, resumable FROM session ORDER BY last_used_ms DESC",
         |row| {
             Ok(SessionRow {
                 session: id(row, 0, SessionId::parse)?,
@@ -32,7 +32,7 @@ pub(super) fn recover(db: &Connection, epoch: String) -> rusqlite::Result<(Recov
                 created_ms: row.get(2)?,
                 last_used_ms: row.get(3)?,
                 label: row.get(4)?,
-                keeps_uuids: row.get(5)?,
+                resumable: row.get(5)?,
             })
         },
     )?;

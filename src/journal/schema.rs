@@ -50,7 +50,7 @@ const MIGRATIONS: &[&str] = &["
     CREATE INDEX delivered_of ON delivered(session, at_ms);
     CREATE TABLE session(
         session TEXT PRIMARY KEY, thread TEXT, created_ms INTEGER NOT NULL, last_used_ms INTEGER NOT NULL, label TEXT,
-        keeps_uuids INTEGER NOT NULL) WITHOUT ROWID;
+        resumable INTEGER NOT NULL) WITHOUT ROWID;
     CREATE TABLE alias(was TEXT PRIMARY KEY, now TEXT NOT NULL) WITHOUT ROWID;
     CREATE TABLE agent(session TEXT PRIMARY KEY, pid INTEGER NOT NULL, start_time INTEGER NOT NULL) WITHOUT ROWID;
     CREATE TABLE state(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;

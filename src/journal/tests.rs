@@ -628,7 +628,7 @@ fn facts_of_sessions_survive_a_restart() {
         created_ms: 1,
         last_used_ms: 2,
         label: Some("a label".into()),
-        keeps_uuids: true,
+        resumable: true,
     };
     let a = desk.say("s", "a");
     let changes = vec![

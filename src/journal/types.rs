@@ -176,6 +176,13 @@ pub enum Change {
         /// The new one.
         now: SessionId,
     },
+    /// What is owed by `was` moves to `now`; `was` stays a session of its own.
+    Move {
+        /// The old id.
+        was: SessionId,
+        /// The new one.
+        now: SessionId,
+    },
     /// An agent process lives for this session.
     Agent {
         /// Whose.
@@ -235,8 +242,8 @@ pub struct SessionRow {
     pub last_used_ms: UnixMs,
     /// What lists show.
     pub label: Option<String>,
-    /// Its agent was seen to keep our uuids.
-    pub keeps_uuids: bool,
+    /// It had a transcript: without one it is gone.
+    pub resumable: bool,
 }
 
 /// Changes and the events that tell them: one transaction.
