@@ -43,7 +43,7 @@ impl RunListener for Ear {
         self.prepare.lock().take().unwrap_or(Ok(()))
     }
 
-    fn started(&self, _: RunNo, pid: u32, start_time: u64) {
+    fn started(&self, _: &crate::agent::Run, pid: u32, start_time: u64) {
         assert_eq!(start_time_of(pid), Some(start_time));
         let _ = self.heard.send(Heard::Started(pid));
     }
