@@ -124,7 +124,7 @@ impl Model {
             .places
             .iter()
             .find_map(|p| p.state(uuid))
-            .unwrap_or({ if self.cleared.contains(uuid) { MessageState::Cleared } else { MessageState::Done } });
+            .unwrap_or(if self.cleared.contains(uuid) { MessageState::Cleared } else { MessageState::Done });
         ClaimAnswer { state, ..answer.clone() }
     }
 }
