@@ -5,8 +5,12 @@
     reason = "tests fail loudly"
 )]
 
+mod conversation; // a conversation with the embedded agent, through deaths and restarts
 mod embedded; // the embedded agent as a process
 mod gate; // the port: framing, times, load, who may talk
 mod harness; // the harness itself: what it promises to the tests below
+mod input; // what bad input gets, on every route
 mod push; // the live event stream over real sockets
 mod support; // a server on a box of its own, clients, and waits that explain themselves
+mod tidy; // the rules of the house, read off its source
+mod transcripts; // what the real agent wrote, read over the port
