@@ -174,7 +174,7 @@ fn the_embedded_agent_speaks_as_the_real_one() {
         let mut embedded = place.start(&["--profile", version]);
         let embedded_parts = converse(&mut embedded, &embedded_words());
         for (ours, theirs) in embedded_parts.iter().zip(&real_parts) {
-            assert_eq!(ours, theirs, "{version}");
+            assert_eq!(ours, theirs, "{version}: ours is left, the real one right");
         }
         let mut comparable = embedded.raw.clone();
         comparable.retain(|line| !line.contains("background_tasks_changed"));

@@ -247,27 +247,30 @@ fn a_scripted_agent_ignores_interrupts_or_only_answers_them() {
 }
 
 #[test]
-fn a_uuid_that_the_session_holds_is_not_run_again_also_after_a_resume() {
+fn a_uuid_that_the_session_holds_is_not_run_again_and_told_once_after_a_resume() {
     let place = Place::new();
     let mut agent = place.start(&["--session-id", S]);
     agent.send_as("u1", "hello");
     agent.state("u1", "completed");
+    let told = agent.heard.len();
     agent.send_as("u1", "hello");
-    agent.state("u1", "completed");
     assert_eq!(agent.code(), 0);
     assert_eq!(
-        agent
-            .kinds()
-            .iter()
-            .filter(|kind| *kind == "result")
-            .count(),
-        1
+        agent.heard.len(),
+        told,
+        "not a word about a repeat in the same process"
     );
 
     let mut agent = place.start(&["--resume", S]);
     agent.send_as("u1", "hello");
     agent.state("u1", "completed");
-    assert_eq!(agent.kinds(), ["command_lifecycle/completed"]);
+    agent.send_as("u1", "hello");
+    agent.interrupt("r1");
+    agent.kind("control_response");
+    assert_eq!(
+        agent.kinds(),
+        ["command_lifecycle/completed", "control_response"]
+    );
     agent.send_as("u1", "{{dedup=off}} hello");
     agent.result();
     assert_eq!(agent.code(), 0);
@@ -611,9 +614,6 @@ fn a_late_id_is_another_one_with_its_own_file() {
         .to_owned();
     assert_ne!(id, S);
     assert_eq!(agent.result()["session_id"], json!(id));
-    agent.send_as("u1", "{{late_id_ms=100}} hello");
-    agent.state("u1", "completed");
-    agent.state("u1", "completed");
     assert_eq!(agent.code(), 0);
     assert!(place.lines(&id).iter().any(|line| line["uuid"] == "u1"));
 }
