@@ -1,10 +1,7 @@
 //! The tests from outside, one binary.
-#![allow(
-    clippy::unwrap_used,
-    clippy::print_stdout,
-    reason = "tests fail loudly"
-)]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests fail loudly")]
 
+mod agent_process; // harness: an agent driven line by line
 mod conversation; // a conversation with the embedded agent, through deaths and restarts
 mod embedded; // the embedded agent as a process
 mod gate; // the port: framing, times, load, who may talk
