@@ -13,6 +13,8 @@ use super::wire::{AgentMessage, Raw, Said, TaskPhase};
 const OUTPUT_BYTES_MAX: usize = 16 * 1024;
 /// Longest text in a task event, in bytes.
 const TASK_TEXT_BYTES_MAX: usize = 4 * 1024;
+/// Longest content in a frame, in bytes; history has the same limit for a line (WIRE, "Entries").
+const CONTENT_BYTES_MAX: usize = 256 * 1024;
 
 /// A message to show, as the `msg` of a `chat-turn` event. What the agent said keeps the agent's own key names.
 #[derive(Debug, Clone, Serialize)]
@@ -58,8 +60,11 @@ pub struct ShownMessage {
     pub id: Option<String>,
     /// `assistant` or `user`.
     pub role: String,
-    /// Text or blocks, photos taken out.
+    /// Text or blocks, photos taken out; a note when that is still over 256 KiB.
     pub content: Raw,
+    /// The content itself where a note stands for it: an answer is acted on whole.
+    #[serde(skip)]
+    pub whole: Option<Raw>,
     /// Why the model stopped.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_reason: Option<String>,
@@ -93,9 +98,13 @@ impl Adapted {
     #[must_use]
     pub fn answer_texts(&self) -> Vec<String> {
         match self {
-            Adapted::Assistant(shown) if shown.parent_tool_use_id.is_none() => {
-                texts(&shown.message.content)
-            }
+            Adapted::Assistant(shown) if shown.parent_tool_use_id.is_none() => texts(
+                shown
+                    .message
+                    .whole
+                    .as_ref()
+                    .unwrap_or(&shown.message.content),
+            ),
             Adapted::Assistant(_)
             | Adapted::User(_)
             | Adapted::StreamEvent { .. }
@@ -190,17 +199,34 @@ pub fn adapt(message: AgentMessage) -> Fate {
 }
 
 fn shown(said: Said, role: &str, strip: Strip) -> Option<Shown> {
+    let content = stripped(said.content?, strip);
+    let len = content.get().len();
+    let (content, whole) = if len > CONTENT_BYTES_MAX {
+        (note(len), Some(content))
+    } else {
+        (content, None)
+    };
     Some(Shown {
         uuid: said.uuid,
         message: ShownMessage {
             id: said.message_id,
             role: said.role.unwrap_or_else(|| role.to_owned()),
-            content: stripped(said.content?, strip),
+            content,
+            whole,
             stop_reason: said.stop_reason,
         },
         aborted: said.aborted,
         parent_tool_use_id: said.parent_tool_use_id,
     })
+}
+
+fn note(len: usize) -> Raw {
+    let text = format!(
+        r#"[{{"type":"text","text":"[message too large to display: ~{} KB]"}}]"#,
+        len / 1024
+    );
+    serde_json::value::RawValue::from_string(text)
+        .unwrap_or_else(|_| serde_json::value::RawValue::NULL.to_owned())
 }
 
 fn stripped(raw: Raw, what: Strip) -> Raw {
@@ -280,7 +306,9 @@ mod tests {
     fn json(fate: &Fate) -> String {
         match fate {
             Fate::Show(shown) => serde_json::to_string(shown).unwrap(),
-            other => format!("{other:?}"),
+            Fate::Task(_) | Fate::Handled | Fate::Skip | Fate::Unknown(_) | Fate::Unreadable(_) => {
+                format!("{fate:?}")
+            }
         }
     }
 
@@ -343,6 +371,23 @@ mod tests {
     }
 
     #[test]
+    fn an_answer_too_large_to_show_is_still_acted_on_whole() {
+        let line = format!(
+            r#"{{"type":"assistant","message":{{"content":[{{"type":"text","text":"{}"}}]}}}}"#,
+            "x".repeat(300 * 1024)
+        );
+        let Fate::Show(shown) = adapt(parse(line.as_bytes())) else {
+            panic!()
+        };
+        let frame = serde_json::to_string(&shown).unwrap();
+        assert!(
+            frame.contains("[message too large to display: ~300 KB]") && frame.len() < 200,
+            "{frame}"
+        );
+        assert_eq!(shown.answer_texts()[0].len(), 300 * 1024);
+    }
+
+    #[test]
     fn a_background_task_is_told_until_it_settled() {
         let told: Vec<_> = fates(crate::agent::fixtures::BACKGROUND)
             .into_iter()
@@ -373,9 +418,11 @@ mod tests {
 
     #[test]
     fn only_the_agents_own_words_are_its_answer() {
-        let answer = |line: &str| match adapt(parse(line.as_bytes())) {
-            Fate::Show(shown) => shown.answer_texts(),
-            other => panic!("{other:?}"),
+        let answer = |line: &str| {
+            let Fate::Show(shown) = adapt(parse(line.as_bytes())) else {
+                panic!("{line}")
+            };
+            shown.answer_texts()
         };
         assert_eq!(
             answer(

@@ -195,19 +195,17 @@ fn explain_spawn(e: &io::Error, spec: &RunSpec) -> Error {
     let text = if !spec.box_dir.is_dir() {
         format!("the box directory {} is not there", spec.box_dir.display())
     } else {
-        match e.kind() {
-            io::ErrorKind::NotFound => {
-                format!(
-                    "the agent program {program} is not installed (neither on PATH nor a path to a program)"
-                )
-            }
-            io::ErrorKind::PermissionDenied => {
-                format!("the agent program {program} may not be executed by this user")
-            }
-            _ if e.raw_os_error() == Some(rustix::io::Errno::NOEXEC.raw_os_error()) => {
-                format!("the agent program {program} is not a program for this machine")
-            }
-            _ => format!("the agent program {program} cannot be started: {e}"),
+        let is = |errno: rustix::io::Errno| e.raw_os_error() == Some(errno.raw_os_error());
+        if is(rustix::io::Errno::NOENT) {
+            format!(
+                "the agent program {program} is not installed (neither on PATH nor a path to a program)"
+            )
+        } else if is(rustix::io::Errno::ACCESS) || is(rustix::io::Errno::PERM) {
+            format!("the agent program {program} may not be executed by this user")
+        } else if is(rustix::io::Errno::NOEXEC) {
+            format!("the agent program {program} is not a program for this machine")
+        } else {
+            format!("the agent program {program} cannot be started: {e}")
         }
     };
     Error::new(Code::AgentUnavailable, text)
@@ -357,23 +355,25 @@ pub fn end_leftovers(mark: &str, known: Option<(u32, u64)>) -> usize {
     let count = found.len();
     let pids: Vec<_> = found.iter().map(|(pid, _)| *pid).collect();
     log::warn!("ending {count} agents left by an earlier server: {pids:?}");
-    // What an agent that must be killed started, it cannot end itself.
-    let tools: Vec<OwnedFd> = pids.iter().flat_map(|pid| descendants(*pid)).collect();
-    let mut left: Vec<OwnedFd> = found.into_iter().map(|(_, fd)| fd).collect();
-    for fd in &left {
+    for (_, fd) in &found {
         let _ = pidfd_send_signal(fd, Signal::TERM);
     }
-    wait_until_gone(&mut left, LEFTOVER_TERM);
-    if !left.is_empty() {
-        for fd in left.iter().chain(&tools) {
+    wait_until_gone(&mut found, LEFTOVER_TERM);
+    if !found.is_empty() {
+        // What an agent that must be killed started, it cannot end itself.
+        let tools: Vec<OwnedFd> = found
+            .iter()
+            .flat_map(|(pid, _)| descendants(*pid))
+            .collect();
+        for fd in found.iter().map(|(_, fd)| fd).chain(&tools) {
             let _ = pidfd_send_signal(fd, Signal::KILL);
         }
-        wait_until_gone(&mut left, LEFTOVER_KILL);
+        wait_until_gone(&mut found, LEFTOVER_KILL);
     }
-    if !left.is_empty() {
+    if !found.is_empty() {
         log::error!(
             "{} agents left by an earlier server cannot be ended",
-            left.len()
+            found.len()
         );
     }
     count
@@ -413,7 +413,7 @@ fn is_agent(pid: u32) -> bool {
 }
 
 /// Keeps in `left` who is not gone within `limit`.
-fn wait_until_gone(left: &mut Vec<OwnedFd>, limit: Duration) {
+fn wait_until_gone(left: &mut Vec<(u32, OwnedFd)>, limit: Duration) {
     let deadline = Instant::now() + limit;
     while !left.is_empty() {
         let rest = deadline.saturating_duration_since(Instant::now());
@@ -422,7 +422,7 @@ fn wait_until_gone(left: &mut Vec<OwnedFd>, limit: Duration) {
         }
         let mut fds: Vec<PollFd<'_>> = left
             .iter()
-            .map(|fd| PollFd::new(fd, PollFlags::IN))
+            .map(|(_, fd)| PollFd::new(fd, PollFlags::IN))
             .collect();
         if poll(&mut fds, Timespec::try_from(rest).ok().as_ref()).is_err() {
             continue;
@@ -476,6 +476,39 @@ mod tests {
             explain_early_end("", "", &["No conversation found".into()]).code(),
             Code::SessionGone
         );
+    }
+
+    #[test]
+    fn the_agent_inherits_the_environment_but_not_the_mark_of_another_host() {
+        let spec = RunSpec {
+            run: crate::ids::RunNo(1),
+            session: crate::ids::SessionId::fresh(),
+            resume: true,
+            program: vec!["dir/agent".into(), "first".into()],
+            box_dir: "/".into(),
+            env: vec![("A".into(), "b".into())],
+            agent_mark: "m".into(),
+        };
+        let command = command(&spec).unwrap();
+        let env: Vec<_> = command
+            .get_envs()
+            .map(|(k, v)| (k.to_str().unwrap(), v.and_then(OsStr::to_str)))
+            .collect();
+        assert_eq!(
+            env,
+            [
+                ("A", Some("b")),
+                ("BEEBOX_RUN", Some("m")),
+                ("CLAUDECODE", None)
+            ]
+        );
+        assert!(
+            Path::new(command.get_program()).is_absolute(),
+            "relative to the server, not to the box"
+        );
+        let args: Vec<_> = command.get_args().map(|a| a.to_str().unwrap()).collect();
+        assert_eq!(args[..3], ["first", "--output-format", "stream-json"]);
+        assert_eq!(args[args.len() - 2..], ["--resume", spec.session.as_str()]);
     }
 
     #[test]

@@ -550,13 +550,12 @@ mod tests {
                 command,
                 state: CommandState::Started,
             } = &message
+                && !tracker.is_busy()
             {
-                if !tracker.is_busy() {
-                    tracker.begin(TurnId::parse(command).unwrap());
-                }
+                tracker.begin(TurnId::parse(command).unwrap());
             }
             for step in tracker.hear(&message) {
-                match step {
+                match &step {
                     Step::Ended(e) => {
                         assert!(e.last_assistant_uuid.is_some());
                         out.push(format!(
@@ -566,7 +565,9 @@ mod tests {
                         ));
                     }
                     Step::AgentTurnBegan(_) => out.push("began".into()),
-                    other => panic!("{other:?}"),
+                    Step::SessionId { .. } | Step::AskInterruptAgain | Step::StartRefused(_) => {
+                        panic!("{step:?}")
+                    }
                 }
             }
         }
@@ -576,9 +577,11 @@ mod tests {
 
     fn parse_init(text: &str) -> SessionId {
         text.lines()
-            .find_map(|line| match parse(line.as_bytes()) {
-                AgentMessage::Init { session } => SessionId::parse(&session?).ok(),
-                _ => None,
+            .find_map(|line| {
+                let AgentMessage::Init { session } = parse(line.as_bytes()) else {
+                    return None;
+                };
+                SessionId::parse(&session?).ok()
             })
             .unwrap()
     }

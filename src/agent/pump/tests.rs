@@ -4,10 +4,17 @@ use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
+use super::end::STDIN_GRACE;
+use super::told::GATE_LIMIT;
 use super::*;
-use crate::agent::{Adapted, Image, MARK_VARIABLE, Run, end_leftovers, start_time_of};
-use crate::ids::{SessionId, TurnId};
-use crate::sync::{Mutex, unbounded};
+use std::sync::atomic::AtomicU32;
+
+use crate::agent::{
+    Adapted, Image, MARK_VARIABLE, Run, RunEnd, TurnEnd, end_leftovers, start_time_of,
+};
+use crate::error::Code;
+use crate::ids::{RunNo, SessionId, TurnId};
+use crate::sync::{Mutex, Sender, unbounded};
 
 /// Longest wait of a test for one event.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -259,16 +266,16 @@ fn a_turn_is_handed_over_shown_and_ended_and_close_is_gentle() {
     assert_eq!(stage.run.pid(), Some(pid));
     let turn = stage.send("hello");
     assert!(matches!(stage.next(), Heard::Fact(RunFact::Spoke)));
-    match stage.next() {
-        Heard::Fact(RunFact::Frame {
-            turn: of,
-            msg: msg @ Adapted::Assistant(_),
-        }) => {
-            assert_eq!(of, turn);
-            assert_eq!(msg.answer_texts(), ["one"]);
-        }
-        other => panic!("{other:?}"),
-    }
+    let heard = stage.next();
+    let Heard::Fact(RunFact::Frame {
+        turn: of,
+        msg: msg @ Adapted::Assistant(_),
+    }) = heard
+    else {
+        panic!("{heard:?}")
+    };
+    assert_eq!(of, turn);
+    assert_eq!(msg.answer_texts(), ["one"]);
     let end = stage.turn_end();
     assert_eq!((end.turn, end.ours, end.is_error), (turn, true, false));
     assert_eq!(
@@ -448,6 +455,13 @@ fn a_process_of_the_agents_that_keeps_stdout_open_does_not_hold_the_end() {
 }
 
 #[test]
+fn an_agent_behind_a_wrapper_does_not_outlive_the_run() {
+    // The wrapper ends; what it forked has the agent's command line, its mark, and its stdout.
+    let stage = Stage::new("init; say x; (trap '' TERM; while :; do sleep 1; done) 2>&- & exit 4");
+    assert_eq!(stage.end().exit, "exit 4");
+}
+
+#[test]
 fn noise_on_stdout_is_counted_and_hides_nothing() {
     let stage = Stage::new(
         r#"echo hello; printf '\000\377\376\n'; echo; echo '{"type":"assistant","mess'; echo '{"type":"brand_new"}'; echo '[]'
@@ -460,10 +474,10 @@ fn noise_on_stdout_is_counted_and_hides_nothing() {
             unknown.push(format!("{kind} {count}"));
             None
         }
-        Heard::Fact(RunFact::TurnEnded(end)) => Some(assert_eq!(
-            end.last_assistant_uuid.as_deref(),
-            Some("a-one")
-        )),
+        Heard::Fact(RunFact::TurnEnded(end)) => {
+            assert_eq!(end.last_assistant_uuid.as_deref(), Some("a-one"));
+            Some(())
+        }
         Heard::Fact(_) | Heard::Started(_) | Heard::Ended(_) => None,
     });
     assert_eq!(
@@ -591,7 +605,11 @@ fn the_end_of_a_turn_waits_for_the_transcript_and_what_follows_waits_behind_it()
                 RunFact::TurnEnded(_) => "agent's ended",
                 RunFact::AgentTurnBegan { .. } => "began",
                 RunFact::Frame { .. } => "frame",
-                _ => "other",
+                RunFact::Spoke
+                | RunFact::Task(_)
+                | RunFact::SessionId { .. }
+                | RunFact::Unknown { .. }
+                | RunFact::InterruptTimedOut => "other",
             });
         }
         (order.last() == Some(&"agent's ended")).then_some(())
@@ -608,6 +626,26 @@ fn the_end_of_a_turn_waits_for_the_transcript_and_what_follows_waits_behind_it()
         ]
     );
     assert_eq!(looks.load(Ordering::Relaxed), 7);
+    stage.run.close();
+    stage.end();
+}
+
+#[test]
+fn a_flood_of_ends_costs_no_stack() {
+    let looks = Arc::new(AtomicU32::new(0));
+    let seen = Arc::clone(&looks);
+    let setting = Setting {
+        durable: Box::new(move |_| seen.fetch_add(1, Ordering::Relaxed) > 50),
+        ..Setting::default()
+    };
+    let stage = Stage::with(
+        r#"read -r x; (init; result) >one; i=0; while [ $i -lt 13 ]; do cat one one >two; mv two one; i=$((i+1)); done; cat one; cat >/dev/null"#,
+        setting,
+    );
+    stage.send("x");
+    for _ in 0..8192 {
+        stage.turn_end();
+    }
     stage.run.close();
     stage.end();
 }
@@ -716,6 +754,22 @@ fn a_run_that_is_closed_before_it_started_starts_nothing() {
     assert!(end.start_error.is_none());
 }
 
+/// A child that does not outlive a test that fails.
+struct Held(std::process::Child);
+
+impl Held {
+    fn is_gone(&mut self) -> bool {
+        self.0.try_wait().unwrap().is_some()
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 #[test]
 fn leftovers_are_found_by_pid_or_mark_and_ended() {
     let mark = format!("left:{}", SessionId::fresh());
@@ -728,6 +782,7 @@ fn leftovers_are_found_by_pid_or_mark_and_ended() {
             ])
             .env(MARK_VARIABLE, &mark)
             .stdout(Stdio::piped())
+            .stderr(Stdio::null())
             .spawn()
             .unwrap();
         let mut line = String::new();
@@ -735,21 +790,21 @@ fn leftovers_are_found_by_pid_or_mark_and_ended() {
             .read_line(&mut line)
             .unwrap();
         assert_eq!(line, "up\n");
-        child
+        Held(child)
     };
     // A bystander has the mark, but not the agent's command line; a known pid with another start time is a bystander.
     let mut bystander = start("", "dev-server");
-    let known = (bystander.id(), start_time_of(bystander.id()).unwrap());
+    let pid = bystander.0.id();
+    let start_time = start_time_of(pid).unwrap();
     let mut stubborn = start("trap '' TERM;", "stream-json");
     let mut docile = start("", "stream-json");
-    assert_eq!(end_leftovers("left:", None), 2, "by prefix");
-    for child in [&mut stubborn, &mut docile] {
-        assert!(child.try_wait().unwrap().is_some());
-    }
-    assert_eq!(end_leftovers(&mark, Some((known.0, known.1 + 1))), 0);
-    assert!(bystander.try_wait().unwrap().is_none());
-    assert_eq!(end_leftovers("", Some(known)), 1);
-    assert!(bystander.try_wait().unwrap().is_some());
+    // A shell that is just forking its sleep is there twice.
+    assert!(end_leftovers("left:", None) >= 2, "by prefix");
+    assert!(stubborn.is_gone() && docile.is_gone());
+    assert_eq!(end_leftovers(&mark, Some((pid, start_time + 1))), 0);
+    assert!(!bystander.is_gone());
+    assert_eq!(end_leftovers("", Some((pid, start_time))), 1);
+    assert!(bystander.is_gone());
     wait_until("the shells' sleeps ended", || {
         processes_with(&mark).is_empty()
     });
@@ -795,10 +850,10 @@ fn rounds() {
     let round = |n: usize| {
         let stage = Stage::new("while read -r x; do turn a; done");
         stage.send("x");
-        if n % 2 == 0 {
+        if n.is_multiple_of(2) {
             stage.turn_end();
         }
-        if n % 3 == 0 {
+        if n.is_multiple_of(3) {
             stage.run.kill_now();
         } else {
             stage.run.close();
