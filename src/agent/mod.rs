@@ -10,6 +10,7 @@ pub mod adapt;
 pub mod command;
 pub mod content;
 pub mod embedded;
+pub mod hook;
 pub mod pipes;
 pub mod pump;
 pub mod scrub;
@@ -66,7 +67,7 @@ pub trait RunListener: Send + Sync + 'static {
     /// Why the agent must not be started.
     fn prepare(&self, run: RunNo) -> Result<()>;
     /// The process exists. `start_time` is field 22 of `/proc/<pid>/stat`, which tells it from a later one.
-    fn started(&self, run: RunNo, pid: u32, start_time: u64);
+    fn started(&self, run: &Run, pid: u32, start_time: u64);
     /// Something happened.
     fn fact(&self, run: RunNo, fact: RunFact);
     /// Whether the transcript holds all of a turn that ended: polled every few milliseconds, 5 s at most.

@@ -144,7 +144,7 @@ impl Pump {
         let (pid, start_time) = (agent.pid, agent.start_time);
         self.agent = Some(agent);
         self.shared.pid.store(pid, Ordering::Release);
-        self.listener.started(self.spec.run, pid, start_time);
+        self.listener.started(&super::Run { shared: Arc::clone(&self.shared) }, pid, start_time);
         crate::faults::point("after_spawn_before_stdin");
         Ok(())
     }
