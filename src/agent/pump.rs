@@ -76,12 +76,7 @@ struct Pump {
 }
 
 impl Pump {
-    fn new(
-        spec: RunSpec,
-        listener: Arc<dyn RunListener>,
-        shared: Arc<Shared>,
-        orders: Receiver<Order>,
-    ) -> Self {
+    fn new(spec: RunSpec, listener: Arc<dyn RunListener>, shared: Arc<Shared>, orders: Receiver<Order>) -> Self {
         let tracker = TurnTracker::new(spec.session.clone());
         Self {
             spec,
@@ -154,10 +149,7 @@ impl Pump {
         let Some(agent) = &self.agent else {
             return true;
         };
-        self.exit.is_some()
-            && self.gate.is_none()
-            && self.drain_until.is_none()
-            && agent.stdout.is_none()
+        self.exit.is_some() && self.gate.is_none() && self.drain_until.is_none() && agent.stdout.is_none()
     }
 
     fn take_orders(&mut self) {
@@ -190,10 +182,7 @@ impl Pump {
     }
 
     fn ask_interrupt(&mut self) {
-        self.outbox.push(
-            content::interrupt_line(MessageUuid::fresh().as_str()),
-            false,
-        );
+        self.outbox.push(content::interrupt_line(MessageUuid::fresh().as_str()), false);
     }
 
     /// Begins a turn only while none runs: a line written into a turn would be merged or folded by the agent.
@@ -215,9 +204,7 @@ impl Pump {
         let Some(agent) = &self.agent else {
             return Ready::default();
         };
-        let timeout = self
-            .next_due()
-            .map(|due| due.saturating_duration_since(Instant::now()));
+        let timeout = self.next_due().map(|due| due.saturating_duration_since(Instant::now()));
         let timeout = timeout.and_then(|left| Timespec::try_from(left).ok());
         let mut fds = vec![PollFd::new(&self.shared.wake, PollFlags::IN)];
         if self.exit.is_none() {
@@ -226,18 +213,8 @@ impl Pump {
         let mut places = [None; 3];
         let reads = self.held.len() < HELD_FACTS_MAX;
         let wanted = [
-            (
-                agent
-                    .stdin
-                    .as_ref()
-                    .filter(|_| !self.outbox.is_empty())
-                    .map(AsFd::as_fd),
-                PollFlags::OUT,
-            ),
-            (
-                agent.stdout.as_ref().filter(|_| reads).map(AsFd::as_fd),
-                PollFlags::IN,
-            ),
+            (agent.stdin.as_ref().filter(|_| !self.outbox.is_empty()).map(AsFd::as_fd), PollFlags::OUT),
+            (agent.stdout.as_ref().filter(|_| reads).map(AsFd::as_fd), PollFlags::IN),
             (agent.stderr.as_ref().map(AsFd::as_fd), PollFlags::IN),
         ];
         for (place, (fd, flags)) in places.iter_mut().zip(wanted) {
@@ -252,11 +229,7 @@ impl Pump {
             let _ = poll(&mut fds, timeout.as_ref());
         }
         let is = |place: Option<usize>| place.is_some_and(|at| !fds[at].revents().is_empty());
-        Ready {
-            stdin: is(places[0]),
-            stdout: is(places[1]),
-            stderr: is(places[2]),
-        }
+        Ready { stdin: is(places[0]), stdout: is(places[1]), stderr: is(places[2]) }
     }
 
     /// When something is due without anything becoming ready.
@@ -266,10 +239,7 @@ impl Pump {
             Ladder::Open | Ladder::StdinEnded(_) | Ladder::Terminated(_) | Ladder::Killed => None,
         };
         let gate = self.gate.as_ref().map(|gate| gate.next);
-        [ladder, gate, self.interrupt_due, self.drain_until]
-            .into_iter()
-            .flatten()
-            .min()
+        [ladder, gate, self.interrupt_due, self.drain_until].into_iter().flatten().min()
     }
 
     fn move_bytes(&mut self, ready: &Ready) {

@@ -46,13 +46,14 @@ impl Pump {
 
     /// Nothing more is written, and no grace is given.
     pub(super) fn kill(&mut self) {
-        self.end_stdin();
         if !matches!(self.ladder, Ladder::Killed) {
             self.ladder = Ladder::Killed;
             if let (Some(agent), None) = (&self.agent, &self.exit) {
                 agent.kill();
             }
         }
+        // After the signal: an end of stdin is a wish to end in good order, and the agent might be quick.
+        self.end_stdin();
     }
 
     fn end_stdin(&mut self) {
@@ -81,13 +82,8 @@ impl Pump {
         }
         if self.interrupt_due.is_some_and(|due| due <= now) {
             self.interrupt_due = None;
-            log::warn!(
-                "{}: no end of the turn within {} s of the interrupt",
-                self.spec.run,
-                INTERRUPT_LIMIT.as_secs()
-            );
-            self.listener
-                .fact(self.spec.run, RunFact::InterruptTimedOut);
+            log::warn!("{}: no end of the turn within {} s of the interrupt", self.spec.run, INTERRUPT_LIMIT.as_secs());
+            self.listener.fact(self.spec.run, RunFact::InterruptTimedOut);
         }
         self.look_at_gate(now);
         if self.drain_until.is_some_and(|until| until <= now) {
@@ -129,11 +125,7 @@ impl Pump {
         self.exit = Some(status);
         self.shared.pid.store(0, Ordering::Release);
         self.close();
-        if self
-            .agent
-            .as_ref()
-            .is_some_and(|agent| agent.stdout.is_some())
-        {
+        if self.agent.as_ref().is_some_and(|agent| agent.stdout.is_some()) {
             self.drain_until = Some(Instant::now() + ORPHAN_GRACE);
         }
     }
@@ -142,8 +134,7 @@ impl Pump {
     pub(super) fn lines_end(&mut self) {
         self.read_stderr();
         let run = self.spec.run;
-        self.error_text
-            .finish(|line| log::info!(target: "agent", "{run}: {line}"));
+        self.error_text.finish(|line| log::info!(target: "agent", "{run}: {line}"));
     }
 }
 

@@ -101,9 +101,7 @@ impl Shared {
 
     /// Waits for the thread.
     pub fn join_within(&self, limit: Duration) -> bool {
-        self.thread
-            .get()
-            .is_some_and(|thread| thread.join_within(limit))
+        self.thread.get().is_some_and(|thread| thread.join_within(limit))
     }
 
     /// Age of the last message, in milliseconds.
@@ -114,8 +112,7 @@ impl Shared {
 
     /// The agent said something.
     pub(super) fn heard(&self) {
-        self.last_message
-            .store(self.now_ms() + 1, Ordering::Relaxed);
+        self.last_message.store(self.now_ms() + 1, Ordering::Relaxed);
     }
 
     fn now_ms(&self) -> u64 {
@@ -138,12 +135,8 @@ impl Shared {
 /// # Errors
 /// No thread or descriptor to be had.
 pub fn start(spec: RunSpec, listener: Arc<dyn RunListener>) -> Result<Arc<Shared>> {
-    let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|e| {
-        Error::new(
-            Code::AgentUnavailable,
-            format!("no descriptor for a run: {e}"),
-        )
-    })?;
+    let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        .map_err(|e| Error::new(Code::AgentUnavailable, format!("no descriptor for a run: {e}")))?;
     let (orders, inbox) = bounded(ORDERS_MAX);
     let shared = Arc::new(Shared {
         no: spec.run,

@@ -52,12 +52,7 @@ impl Pump {
                 }
             }
         }
-        if let AgentMessage::ControlRequest {
-            request_id,
-            subtype,
-            tool_name,
-        } = &message
-        {
+        if let AgentMessage::ControlRequest { request_id, subtype, tool_name } = &message {
             self.answer(request_id, subtype, tool_name.as_deref());
         }
         match adapt(message) {
@@ -94,15 +89,9 @@ impl Pump {
         *count += 1;
         let count = *count;
         if count == 1 {
-            log::warn!(
-                "{}: the agent says something unknown: {kind}",
-                self.spec.run
-            );
+            log::warn!("{}: the agent says something unknown: {kind}", self.spec.run);
         }
-        self.emit(RunFact::Unknown {
-            kind: kind.to_owned(),
-            count,
-        });
+        self.emit(RunFact::Unknown { kind: kind.to_owned(), count });
     }
 
     /// Tells a fact now, or after the end of the turn that the gate holds.
@@ -130,17 +119,10 @@ impl Pump {
                     self.gate = Some(gate);
                     return;
                 }
-                self.listener
-                    .fact(self.spec.run, RunFact::TurnEnded(gate.end));
+                self.listener.fact(self.spec.run, RunFact::TurnEnded(gate.end));
             }
             match self.held.pop_front() {
-                Some(RunFact::TurnEnded(end)) => {
-                    self.gate = Some(Gate {
-                        end,
-                        since: now,
-                        next: now,
-                    })
-                }
+                Some(RunFact::TurnEnded(end)) => self.gate = Some(Gate { end, since: now, next: now }),
                 Some(fact) => self.listener.fact(self.spec.run, fact),
                 None => return,
             }
@@ -160,11 +142,7 @@ impl Pump {
             return false;
         }
         self.gate_timeouts += 1;
-        log::warn!(
-            "{}: the transcript lacks the end of turn {}",
-            self.spec.run,
-            gate.end.turn
-        );
+        log::warn!("{}: the transcript lacks the end of turn {}", self.spec.run, gate.end.turn);
         true
     }
 }
