@@ -464,7 +464,7 @@ impl Person {
                 return Ok(false);
             }
             let step = Instant::now() + Duration::from_millis(200);
-            if let Err(e) = self.read_frames(step.min(deadline)) {
+            if let Err(e) = self.read_frame(step.min(deadline)) {
                 log::debug!("{}: {e}", self.name);
                 let span = self.rng.between_ms(AFTER_ERROR_MS);
                 self.world.pause(span);
@@ -491,26 +491,32 @@ impl Person {
 
     /// Reads frames until then; connects again when the connection is gone.
     fn read_frames(&mut self, until: Instant) -> io::Result<()> {
+        while self.read_frame(until)? && Instant::now() < until {}
+        Ok(())
+    }
+
+    /// Reads one frame; false when none came until then.
+    fn read_frame(&mut self, until: Instant) -> io::Result<bool> {
         let limit = self.world.answer_within();
+        let left = until.saturating_duration_since(Instant::now());
         let Some(follower) = &mut self.follower else {
-            std::thread::park_timeout(until.saturating_duration_since(Instant::now()));
-            return Ok(());
+            std::thread::park_timeout(left);
+            return Ok(false);
         };
         if !follower.is_connected() {
             follower.resume(limit)?;
         }
-        while let Some(frame) = follower.next(until.saturating_duration_since(Instant::now()))? {
+        let frame = follower.next(left)?;
+        let came = frame.is_some();
+        if let Some(frame) = frame {
             take_in(
                 frame,
                 &mut self.dispatched,
                 &mut self.over,
                 &mut self.hashes,
             );
-            if Instant::now() >= until {
-                break;
-            }
         }
-        Ok(())
+        Ok(came)
     }
 
     fn history(&mut self, window: &str) -> Step<bool> {

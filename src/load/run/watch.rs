@@ -139,7 +139,7 @@ impl Wall {
             let mut latencies = Vec::new();
             let mut ages = Vec::new();
             for at in turn {
-                match self.read(at, &mut latencies, &mut ages) {
+                match self.read(&epoll, at, &mut latencies, &mut ages) {
                     Ok(true) => pending.push(at),
                     Ok(false) => {}
                     Err(why) => self.lost(at, &why),
@@ -214,6 +214,7 @@ impl Wall {
     /// Reads some frames; true when there may be more at once.
     fn read(
         &mut self,
+        epoll: &OwnedFd,
         at: usize,
         latencies: &mut Vec<Duration>,
         ages: &mut Vec<Duration>,
@@ -225,6 +226,7 @@ impl Wall {
             };
             if watcher.stalled && watcher.order.last_id().is_some() {
                 // From now on the kernel's buffer fills, and the server is left with the rest.
+                epoll::delete(epoll, socket.get_ref())?;
                 return Ok(false);
             }
             let text = match socket.read() {
