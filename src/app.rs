@@ -25,6 +25,7 @@ use crate::journal::{Journal, JournalOptions};
 use crate::push::{self, Push, PushLimits};
 use crate::session::Context;
 use crate::session::listener::KEEPS_UUIDS_KEY;
+use crate::session::pool::{self, Pool};
 use crate::session::recover::Leftovers;
 use crate::session::registry::Registry;
 
@@ -77,7 +78,9 @@ impl App {
             leftovers,
             keeps_uuids,
         ));
+        let threads = recovered.threads.clone();
         let registry = Registry::new(context.clone(), recovered)?;
+        let pool = Arc::new(Pool::new(registry.clone(), &threads, pool::WAIT_LIMIT));
 
         let push = Arc::new(push::start(bus, Arc::new(journal.clone()), PushLimits::default())?);
         let going_down = Arc::new(AtomicBool::new(false));
@@ -88,7 +91,7 @@ impl App {
                 workers: config.http_workers,
                 waiting: WAITING_WORKERS,
             },
-            Arc::new(Handlers::new(registry.clone(), going_down.clone())),
+            Arc::new(Handlers::new(registry.clone(), pool, going_down.clone())),
             notes.clone(),
         )?;
         let local = Arc::new(Rooms { context: context.clone(), push: push.clone(), going_down: going_down.clone() });

@@ -30,6 +30,12 @@ pub fn http_date(ms: UnixMs) -> String {
         .unwrap_or_default()
 }
 
+/// The milliseconds that an RFC 3339 text names; none when it is no time.
+#[must_use]
+pub fn from_rfc3339(text: &str) -> Option<UnixMs> {
+    text.parse::<jiff::Timestamp>().ok().map(jiff::Timestamp::as_millisecond)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -43,5 +49,7 @@ mod tests {
             http_date(1_796_091_618_495),
             "Tue, 01 Dec 2026 02:20:18 GMT"
         );
+        assert_eq!(from_rfc3339("2026-12-01T02:20:18.495Z"), Some(1_796_091_618_495));
+        assert_eq!(from_rfc3339("yesterday"), None);
     }
 }

@@ -35,6 +35,8 @@ pub struct Incoming {
     pub range: Option<String>,
     /// `If-None-Match`, as sent.
     pub if_none_match: Option<String>,
+    /// The client takes gzip.
+    pub accepts_gzip: bool,
     /// The whole body.
     pub body: Vec<u8>,
 }
@@ -227,6 +229,7 @@ fn answer(shared: &Shared, request: &mut tiny_http::Request) -> Result<Reply> {
         route,
         range,
         if_none_match,
+        accepts_gzip: field(request, "Accept-Encoding").is_some(),
         body,
     })
 }

@@ -614,7 +614,8 @@ fn fact(change: &Change, db: &Connection, faults: &Faults, now: UnixMs) -> rusql
         | Change::Fail { .. }
         | Change::Retry { .. }
         | Change::Discard { .. }
-        | Change::Split { .. } => Ok(0),
+        | Change::Split { .. }
+        | Change::Move { .. } => Ok(0),
     }
 }
 

@@ -259,6 +259,7 @@ impl Journal {
         });
         let claim_age_ms = options.claim_age_ms;
         let writer = Writer {
+            file: schema::identity(&path),
             path,
             db: Some(db),
             ledger,

@@ -17,20 +17,20 @@ use crate::ids::MessageUuid;
 pub(super) const FILE_NAME: &str = "journal.db";
 /// `beeb` in the file's head: this database is ours.
 const APPLICATION_ID: i32 = 0x6265_6562;
-/// What this program writes. A step in [`MIGRATIONS`] leads to each version.
-const VERSION: i64 = MIGRATIONS.len() as i64;
 
-/// Statement lists that lead from version n to n + 1, run inside one transaction. Only ever append.
+/// Statement lists that lead from version n to n + 1, run inside one transaction; their number is the version that this
+/// program writes. Only ever append.
 ///
 /// `open` holds what is owed and nothing else, so it stays small and its pages stay hot; `mid` is the id of the
 /// message's own event, so it is unique for ever. Big columns stand last, where a scan does not touch them.
+/// Other programs append to `event`: the checks keep out what would break a frame or an SSE line.
 const MIGRATIONS: &[&str] = &["
     CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
     CREATE TABLE event(
         id INTEGER PRIMARY KEY AUTOINCREMENT,
-        at TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%fZ','now')),
-        event TEXT NOT NULL,
-        data TEXT NOT NULL CHECK(json_valid(data)));
+        at TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%fZ','now')) CHECK(at GLOB '[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]T[0-9][0-9]:[0-9][0-9]:[0-9][0-9].[0-9][0-9][0-9]Z'),
+        event TEXT NOT NULL CHECK(length(event) BETWEEN 1 AND 64 AND event NOT GLOB '*[^a-z0-9-]*'),
+        data TEXT NOT NULL CHECK(json_valid(data) AND instr(data, char(10))=0 AND instr(data, char(13))=0));
     CREATE TABLE claim(
         id TEXT PRIMARY KEY, hash BLOB NOT NULL, session TEXT NOT NULL, uuid TEXT NOT NULL, event_id INTEGER NOT NULL,
         turn TEXT, at_ms INTEGER NOT NULL, cleared INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID;
@@ -173,7 +173,7 @@ fn prepare(
     db.pragma_update(None, "cache_size", -8192)?;
     db.pragma_update(None, "temp_store", "MEMORY")?;
     db.pragma_update(None, "trusted_schema", "OFF")?;
-    migrate(db, path)?;
+    migrate(db, path, MIGRATIONS)?;
     Ok(
         db.query_row("SELECT value FROM meta WHERE key='epoch'", [], |row| {
             row.get(0)
@@ -181,12 +181,14 @@ fn prepare(
     )
 }
 
-fn migrate(db: &mut Connection, path: &Path) -> std::result::Result<(), Trouble> {
+/// Brings the file up to the version that `steps` leads to, in one transaction.
+fn migrate(db: &mut Connection, path: &Path, steps: &[&str]) -> std::result::Result<(), Trouble> {
+    let known = steps.len();
     let tx = db.transaction_with_behavior(rusqlite::TransactionBehavior::Immediate)?;
     let is_empty: bool = tx.query_row("SELECT count(*) = 0 FROM sqlite_schema", [], |row| {
         row.get(0)
     })?;
-    let version: i64 = if is_empty {
+    let version: usize = if is_empty {
         0
     } else {
         let text: Option<String> = tx
@@ -197,22 +199,20 @@ fn migrate(db: &mut Connection, path: &Path) -> std::result::Result<(), Trouble>
         text.and_then(|text| text.parse().ok())
             .ok_or_else(|| Trouble::Refused("names no schema version; restore a copy".into()))?
     };
-    if version > VERSION {
+    if version > known {
         return Err(Trouble::Refused(format!(
-            "has schema {version}, this program knows up to {VERSION}; use the newer program"
+            "has schema {version}, this program knows up to {known}; use the newer program"
         )));
     }
-    if version == VERSION {
+    if version == known {
         return Ok(());
     }
-    let done =
-        usize::try_from(version).map_err(|_| Trouble::Refused(format!("has schema {version}")))?;
-    for step in MIGRATIONS.iter().skip(done) {
+    for step in steps.iter().skip(version) {
         tx.execute_batch(step)?;
     }
     tx.execute(
         "INSERT OR REPLACE INTO meta VALUES('schema', ?1)",
-        [VERSION.to_string()],
+        [known.to_string()],
     )?;
     let fresh = MessageUuid::fresh().as_str().replace('-', "");
     tx.execute(
@@ -223,7 +223,7 @@ fn migrate(db: &mut Connection, path: &Path) -> std::result::Result<(), Trouble>
     tx.commit()?;
     if version != 0 {
         log::info!(
-            "journal {}: schema {version} brought to {VERSION}",
+            "journal {}: schema {version} brought to {known}",
             path.display()
         );
     }
@@ -240,4 +240,66 @@ pub(super) fn open_reader(path: &Path, busy: Duration) -> rusqlite::Result<Conne
     db.pragma_update(None, "query_only", "ON")?;
     db.pragma_update(None, "cache_size", -512)?;
     Ok(db)
+}
+
+/// Which file lies at `path`: device and inode.
+pub(super) fn identity(path: &Path) -> Option<(u64, u64)> {
+    use std::os::unix::fs::MetadataExt as _;
+    let meta = std::fs::metadata(path).ok()?;
+    Some((meta.dev(), meta.ino()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_older_schema_is_migrated_with_its_rows_and_its_epoch_kept() {
+        let dir = tempfile::TempDir::new().unwrap();
+        let path = path_in(dir.path());
+        let (mut db, epoch) = open_writer(&path, Duration::from_secs(1), None).unwrap();
+        db.execute("INSERT INTO state VALUES('key', 'kept')", [])
+            .unwrap();
+        let next = [
+            MIGRATIONS,
+            &["CREATE TABLE later(x); INSERT INTO later SELECT value FROM state"],
+        ]
+        .concat();
+        assert!(migrate(&mut db, &path, &next).is_ok());
+        let row = |sql: &str| {
+            db.query_row(sql, [], |row| row.get::<_, String>(0))
+                .unwrap()
+        };
+        assert_eq!(row("SELECT x FROM later"), "kept");
+        assert_eq!(row("SELECT value FROM meta WHERE key='epoch'"), epoch);
+        assert_eq!(
+            row("SELECT value FROM meta WHERE key='schema'"),
+            next.len().to_string()
+        );
+        drop(db);
+        // To the program before, it is the journal of a newer one.
+        let refused = open_writer(&path, Duration::from_secs(1), None).unwrap_err();
+        assert!(
+            refused.text().contains("use the newer program"),
+            "{refused}"
+        );
+    }
+
+    #[test]
+    fn a_migration_that_fails_leaves_the_older_schema_whole() {
+        let dir = tempfile::TempDir::new().unwrap();
+        let path = path_in(dir.path());
+        let (mut db, epoch) = open_writer(&path, Duration::from_secs(1), None).unwrap();
+        let next = [
+            MIGRATIONS,
+            &["DROP TABLE event; CREATE TABLE no(x", "never"],
+        ]
+        .concat();
+        assert!(migrate(&mut db, &path, &next).is_err());
+        drop(db);
+        let (db, again) = open_writer(&path, Duration::from_secs(1), None).unwrap();
+        assert_eq!(again, epoch);
+        db.execute("INSERT INTO event(event, data) VALUES('x', '1')", [])
+            .unwrap();
+    }
 }

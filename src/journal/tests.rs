@@ -1039,10 +1039,15 @@ fn events_of_other_programs_are_told_once_and_in_order_between_ours() {
     );
     let at = &desk.journal.events_after(0, 1).unwrap()[0].at;
     assert_eq!((at.len(), at.ends_with('Z')), (24, true), "{at}");
-    assert!(
-        db.execute("INSERT INTO event(event, data) VALUES('x', 'not json')", [])
-            .is_err()
-    );
+    for row in [
+        "('x', 'not json')",
+        "('x', '{\n}')",
+        "('a\"b', '1')",
+        "('', '1')",
+    ] {
+        let sql = format!("INSERT INTO event(event, data) VALUES{row}");
+        assert!(db.execute(&sql, []).is_err(), "{row}");
+    }
     // What lay there at the start is replayed from the store, not told.
     let desk = desk.again();
     foreign(&desk.sql(), "outside-e");
@@ -1164,4 +1169,89 @@ fn claims_go_after_their_days_unless_their_message_is_still_owed() {
         desk.accept(acceptance("s", "other", Some("done"))).unwrap(),
         AcceptOutcome::Recorded { .. }
     ));
+}
+
+#[test]
+fn a_journal_that_was_moved_away_refuses_and_one_that_comes_back_serves() {
+    let desk = Desk::with(JournalOptions {
+        retry_ms: 5,
+        ..JournalOptions::default()
+    });
+    desk.say("s", "before");
+    let (path, away) = (
+        schema::path_in(desk.dir.path()),
+        desk.dir.path().join("away"),
+    );
+    std::fs::rename(&path, &away).unwrap();
+    let refused = desk.accept(acceptance("s", "lost", None)).unwrap_err();
+    assert_eq!(refused.code(), Code::CannotRecord);
+    assert!(refused.text().contains("moved or deleted"), "{refused}");
+    std::fs::rename(&away, &path).unwrap();
+    wait_for_health(&desk.journal);
+    desk.say("s", "after");
+    assert_eq!(desk.states("s").len(), 2);
+}
+
+#[test]
+fn a_journal_cut_anywhere_in_its_last_page_is_refused_and_left_as_it_was() {
+    let desk = Desk::new();
+    for n in 0..40 {
+        desk.say("s", &format!("{n} {}", "x".repeat(500)));
+    }
+    assert!(desk.journal.shutdown(LIMIT));
+    let whole = std::fs::read(schema::path_in(desk.dir.path())).unwrap();
+    let dir = TempDir::new().unwrap();
+    let path = schema::path_in(dir.path());
+    // The first and last byte of the page and a walk between: 4096 opens would take long for what they add.
+    for cut in (1..4096).step_by(37).chain([4095, 4096, 4097]) {
+        std::fs::write(&path, &whole[..whole.len() - cut]).unwrap();
+        refusal(dir.path());
+        assert_eq!(std::fs::read(&path).unwrap().len(), whole.len() - cut);
+        for beside in ["journal.db-wal", "journal.db-shm"] {
+            let _ = std::fs::remove_file(dir.path().join(beside));
+        }
+    }
+    std::fs::write(&path, &whole).unwrap();
+    assert_eq!(
+        Desk::open(Arc::new(dir), JournalOptions::default())
+            .recovered
+            .owed[0]
+            .queue
+            .len(),
+        40
+    );
+}
+
+#[test]
+fn a_log_cut_at_any_byte_is_a_prefix_of_the_commits() {
+    let desk = Desk::new();
+    for n in 0..12 {
+        desk.say("s", &n.to_string());
+    }
+    let read = |name| std::fs::read(desk.dir.path().join(name)).unwrap();
+    let (base, log) = (read("journal.db"), read("journal.db-wal"));
+    let mut last = 0;
+    // Whole frames are 4120 bytes after a head of 32: look around each border and in the middle of each frame.
+    let cuts = (0..log.len() / 4120).flat_map(|n| [31, 32, 33, 2000].map(|more| n * 4120 + more));
+    for cut in cuts.filter(|cut| *cut <= log.len()).chain([log.len()]) {
+        let dir = TempDir::new().unwrap();
+        std::fs::write(dir.path().join("journal.db"), &base).unwrap();
+        std::fs::write(dir.path().join("journal.db-wal"), &log[..cut]).unwrap();
+        let found = Desk::open(Arc::new(dir), JournalOptions::default()).recovered;
+        let texts: Vec<_> = found
+            .owed
+            .iter()
+            .flat_map(|o| &o.queue)
+            .map(|m| m.text.clone())
+            .collect();
+        assert_eq!(
+            texts,
+            (0..texts.len()).map(|n| n.to_string()).collect::<Vec<_>>(),
+            "cut at {cut}"
+        );
+        assert_eq!(found.head, texts.len() as EventId);
+        assert!(texts.len() >= last, "cut at {cut}");
+        last = texts.len();
+    }
+    assert_eq!(last, 12);
 }

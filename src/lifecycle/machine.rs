@@ -353,15 +353,20 @@ impl<R: RunRef> Machine<R> {
         self.turn.as_ref().is_some_and(|t| t.turn == *turn && t.stopped)
     }
 
-    /// Nothing is under way or owed: the run may be closed to make room.
+    /// Nothing is in flight, being prepared, waiting or owed.
     #[must_use]
-    pub fn is_evictable(&self) -> bool {
-        matches!(self.phase(), Phase::Ready { .. })
-            && !self.closing
+    pub fn is_settled(&self) -> bool {
+        !self.phase().is_busy()
             && self.inbox.is_empty()
             && self.turn.is_none()
             && self.agent_turn.is_none()
             && self.owed.is_none()
+    }
+
+    /// Nothing is under way or owed: the run may be closed to make room.
+    #[must_use]
+    pub fn is_evictable(&self) -> bool {
+        matches!(self.phase(), Phase::Ready { .. }) && !self.closing && self.is_settled()
     }
 
     /// It waits for a live place.

@@ -237,6 +237,7 @@ pub struct Follower {
     /// Every frame so far, if it keeps them.
     pub seen: Vec<Frame>,
     keeps: bool,
+    over_sse: bool,
     /// How far [`Follower::wait_next`] has looked.
     looked: usize,
 }
@@ -272,36 +273,7 @@ impl Follower {
         limit: Duration,
     ) -> io::Result<Self> {
         let mut follower = Self::detached(addr);
-        let mut fields = vec![("Accept", "text/event-stream")];
-        let mut path = "/api/events".to_owned();
-        match cursor {
-            Some(cursor) if as_last_event_id => fields.push(("Last-Event-ID", cursor)),
-            Some(cursor) => path.push_str(&format!("?after={cursor}")),
-            None => {}
-        }
-        let mut conn = Conn::open(addr, limit)?;
-        conn.write(
-            &Client::new(addr).encode("GET", &path, &fields, None),
-            limit,
-        )?;
-        let head = conn.read_head(limit)?;
-        if head.status != 200 {
-            return Err(io::Error::other(format!(
-                "the stream was answered {}",
-                head.status
-            )));
-        }
-        let chunked = head
-            .header("transfer-encoding")
-            .is_some_and(|v| v.eq_ignore_ascii_case("chunked"));
-        let (stream, raw) = conn.into_parts();
-        follower.wire = Some(Wire::Sse {
-            stream,
-            raw,
-            text: Vec::new(),
-            chunked,
-        });
-        follower.asked = cursor.map(str::to_owned);
+        follower.open_sse(cursor, as_last_event_id, limit)?;
         Ok(follower)
     }
 
@@ -317,6 +289,7 @@ impl Follower {
             order: OrderCheck::default(),
             seen: Vec::new(),
             keeps: true,
+            over_sse: false,
             looked: 0,
         }
     }
@@ -351,13 +324,63 @@ impl Follower {
         self.addr = addr;
     }
 
-    /// Connects again behind the last kept event seen.
+    /// Connects again behind the last kept event seen, the same way as before.
     ///
     /// # Errors
     /// As [`Follower::websocket`].
     pub fn resume(&mut self, limit: Duration) -> io::Result<()> {
         let cursor = self.order.cursor();
-        self.open(cursor.as_deref(), limit)
+        if self.over_sse {
+            self.open_sse(cursor.as_deref(), true, limit)
+        } else {
+            self.open(cursor.as_deref(), limit)
+        }
+    }
+
+    /// Connects behind `cursor` (none: from now on), over Server-Sent Events.
+    ///
+    /// # Errors
+    /// As [`Follower::sse`].
+    pub fn open_sse(
+        &mut self,
+        cursor: Option<&str>,
+        as_last_event_id: bool,
+        limit: Duration,
+    ) -> io::Result<()> {
+        self.wire = None;
+        self.over_sse = true;
+        let mut fields = vec![("Accept", "text/event-stream")];
+        let mut path = "/api/events".to_owned();
+        match cursor {
+            Some(cursor) if as_last_event_id => fields.push(("Last-Event-ID", cursor)),
+            Some(cursor) => path.push_str(&format!("?after={cursor}")),
+            None => {}
+        }
+        let mut asker = Client::new(self.addr);
+        if let Some(token) = &self.bearer {
+            asker = asker.bearer(token);
+        }
+        let mut conn = Conn::open(self.addr, limit)?;
+        conn.write(&asker.encode("GET", &path, &fields, None), limit)?;
+        let head = conn.read_head(limit)?;
+        if head.status != 200 {
+            return Err(io::Error::other(format!(
+                "the stream was answered {}",
+                head.status
+            )));
+        }
+        let chunked = head
+            .header("transfer-encoding")
+            .is_some_and(|v| v.eq_ignore_ascii_case("chunked"));
+        let (stream, raw) = conn.into_parts();
+        self.wire = Some(Wire::Sse {
+            stream,
+            raw,
+            text: Vec::new(),
+            chunked,
+        });
+        self.asked = cursor.map(str::to_owned);
+        Ok(())
     }
 
     /// Connects behind `cursor` (none: from now on), over a WebSocket.

@@ -7,6 +7,12 @@
 pub mod checker;
 pub mod client;
 pub mod events;
+pub mod figures;
+pub mod page;
 pub mod png;
 pub mod proc;
+pub mod report;
+pub mod rng;
+pub mod run;
+pub mod scenario;
 pub mod spawn;

@@ -150,7 +150,7 @@ pub(super) fn accept(session: &Arc<Session>, draft: Draft, claim: Option<Claim>,
     let place = session.reserve(1)?;
     let message = Arc::new(Message {
         uuid: MessageUuid::fresh(),
-        user: crate::transcript::user_of(&draft.text),
+        user: crate::transcript::entry::author_of(&draft.text).0,
         text: draft.text,
         images: draft.images,
         at_ms: clock::now_ms(),
@@ -185,7 +185,15 @@ pub(super) fn accept(session: &Arc<Session>, draft: Draft, claim: Option<Claim>,
             thread,
             queued: turn.is_none(),
             turn: turn.clone(),
-            event: user_message_event(&session_id, &message),
+            event: match &session.kind {
+                Kind::Chat => user_message_event(&session_id, &message),
+                Kind::Thread(thread) => KeptEvent {
+                    event: "thread-message",
+                    data: json!({
+                        "thread": thread, "sessionId": session_id, "text": message.text, "messageUuid": message.uuid,
+                    }),
+                },
+            },
         };
         let (session, uuid) = (session.clone(), message.uuid.clone());
         session.context.journal.clone().accept(

@@ -13,6 +13,7 @@ use serde_json::json;
 use super::Context;
 use super::features::{Features, with_snapshot};
 use super::listener::Listener;
+use super::thread::Responses;
 use crate::agent::{Run, RunSpec, Turn, TurnEnd};
 use crate::clock::{self, UnixMs};
 use crate::error::Result;
@@ -65,6 +66,12 @@ pub struct State {
     pub pins: usize,
     /// Words the assistant said in the turn in flight, for feature tags.
     pub said: String,
+    /// What a thread's agent is told in front of its first message.
+    pub preamble: Option<String>,
+    /// Finds a thread's responses in the turn in flight.
+    pub responses: Responses,
+    /// Those found so far.
+    pub given: Vec<String>,
     /// Why the last start failed, until one succeeds.
     pub start_error: Option<String>,
     /// The journal has a row of it.
@@ -127,6 +134,9 @@ impl Session {
                 tasks: std::collections::HashSet::new(),
                 pins: 0,
                 said: String::new(),
+                preamble: None,
+                responses: Responses::default(),
+                given: Vec::new(),
                 start_error: None,
                 row_kept: false,
                 end: None,
@@ -268,7 +278,12 @@ impl Session {
                 self.context.turns.begin(&turn);
                 state.said.clear();
                 let (text, images) = inbox::merge(&members);
-                let text = with_snapshot(&state.features, &text, members.len() == 1);
+                let mut text = with_snapshot(&state.features, &text, members.len() == 1);
+                if let Some(preamble) = &state.preamble {
+                    text = format!("{preamble}\n\n{text}");
+                }
+                state.responses = Responses::default();
+                state.given.clear();
                 // A closed run reports its end; the turn is looked up then.
                 if let Err(e) = run.send_turn(Turn { turn, text, images }) {
                     log::warn!("session {}: {} takes no turn: {e}", state.id, run.no());
@@ -296,10 +311,9 @@ impl Session {
             Effect::Cleared(messages) => {
                 let uuids: Vec<_> = messages.iter().map(|m| m.uuid.clone()).collect();
                 let event = cleared_event(&state.id, &uuids, "stopped");
-                self.owe(
-                    state,
-                    Unit { changes: vec![Change::Clear { messages: uuids, why: "stopped".into() }], events: vec![event] },
-                );
+                let mut changes = self.failed_answers(&uuids);
+                changes.push(Change::Clear { messages: uuids, why: "stopped".into() });
+                self.owe(state, Unit { changes, events: vec![event] });
             }
             Effect::Failed(messages, error) => {
                 let uuids: Vec<_> = messages.iter().map(|m| m.uuid.clone()).collect();
@@ -308,7 +322,9 @@ impl Session {
                     .map(|first| failed_event(&state.id, &TurnId::of(first), &uuids, &error, false))
                     .into_iter()
                     .collect();
-                self.owe(state, Unit { changes: vec![Change::Fail { messages: uuids, error }], events });
+                let mut changes = vec![Change::Fail { messages: uuids.clone(), error }];
+                changes.extend(self.failed_answers(&uuids));
+                self.owe(state, Unit { changes, events });
             }
             Effect::StartFailed { error, will_retry } => {
                 log::warn!("session {}: start failed: {error}{}", state.id, if will_retry { "; will retry" } else { "" });
@@ -324,6 +340,33 @@ impl Session {
             Effect::Bug(bug) => log::error!("session {}: bug contained: {bug}", state.id),
         }
         None
+    }
+
+    /// Answers for messages of a thread that will have none from the agent.
+    fn failed_answers(&self, messages: &[MessageUuid]) -> Vec<Change> {
+        match &self.kind {
+            Kind::Chat => Vec::new(),
+            Kind::Thread(_) => messages
+                .iter()
+                .map(|message| Change::ThreadAnswer {
+                    message: message.clone(),
+                    responses_json: "[]".into(),
+                    success: false,
+                })
+                .collect(),
+        }
+    }
+
+    /// A complete response of a thread: told at once, kept for repeats.
+    pub(super) fn give_response(&self, state: &mut State, text: String) {
+        if let Kind::Thread(thread) = &self.kind {
+            let event = KeptEvent {
+                event: "thread-response",
+                data: json!({"thread": thread, "sessionId": state.id, "text": text}),
+            };
+            state.given.push(text);
+            self.owe(state, Unit { changes: vec![], events: vec![event] });
+        }
     }
 
     /// Queues a record that must come true; the journal keeps it and tries again.
@@ -401,7 +444,7 @@ impl Session {
         let uuids: Vec<_> = members.iter().map(|m| m.uuid.clone()).collect();
         let id = state.id.clone();
         let done = |outcome: &str| Change::Done { turn: turn.clone(), outcome: outcome.into() };
-        let (changes, events, error) = match &how {
+        let (mut changes, events, error) = match &how {
             EndHow::Result => {
                 state.resumable = true;
                 let end = state.end.as_ref();
@@ -447,6 +490,20 @@ impl Session {
                 Some(error.clone()),
             ),
         };
+        if let Kind::Thread(_) = &self.kind
+            && !matches!(how, EndHow::Again | EndHow::Split)
+        {
+            let success = how == EndHow::Result && error.is_none();
+            if success {
+                // Told once; a turn that never reached the agent tells it again.
+                state.preamble = None;
+            }
+            changes.extend(members.iter().map(|member| Change::ThreadAnswer {
+                message: member.uuid.clone(),
+                responses_json: json!(state.given).to_string(),
+                success,
+            }));
+        }
         self.context.turns.end(&turn, error);
         self.owe(state, Unit { changes, events });
     }
@@ -509,11 +566,16 @@ impl Session {
     /// Waits until no turn is in flight or being prepared, until `deadline` at most. True if it is idle.
     #[must_use]
     pub fn wait_for_idle(&self, deadline: Instant) -> bool {
+        self.wait_until(deadline, |state| !state.machine.is_busy())
+    }
+
+    /// Waits on the condvar of the lock until `met`, until `deadline` at most. True if it is met.
+    pub(super) fn wait_until(&self, deadline: Instant, met: impl Fn(&State) -> bool) -> bool {
+        let _at = crate::threads::doing(crate::threads::Doing::WaitTurn);
         let mut state = self.state.lock();
-        while state.machine.is_busy() {
-            let _at = crate::threads::doing(crate::threads::Doing::WaitTurn);
+        while !met(&state) {
             if self.changed.wait_until(&mut state, deadline).timed_out() {
-                return !state.machine.is_busy();
+                return met(&state);
             }
         }
         true

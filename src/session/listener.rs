@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use super::engine::Session;
+use super::engine::{Kind, Session};
 use crate::agent::{Run, RunEnd, RunFact, RunListener, TurnEnd};
 use crate::archive::TailWatch;
 use crate::error::{Code, Result};
@@ -116,6 +116,11 @@ impl RunListener for Listener {
                     let mut state = session.state();
                     for text in texts {
                         state.said.push_str(&text);
+                    }
+                    if let Kind::Thread(_) = &session.kind {
+                        for response in state.responses.hear(&msg) {
+                            session.give_response(&mut state, response);
+                        }
                     }
                     state.id.clone()
                 };

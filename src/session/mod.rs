@@ -6,8 +6,10 @@ pub mod chat;
 pub mod engine;
 pub mod features;
 pub mod listener;
+pub mod pool;
 pub mod recover;
 pub mod registry;
+pub mod thread;
 pub mod turns;
 
 use std::ffi::OsString;

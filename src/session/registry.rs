@@ -151,6 +151,13 @@ impl Registry {
             if owed.turn.is_none() && owed.queue.is_empty() {
                 continue;
             }
+            let row = map.known.get(&owed.session).cloned().unwrap_or_else(|| fresh_row(&owed.session, None));
+            if row.thread.is_some() || !owed.threads.is_empty() {
+                // Nobody waits any more: told as failed, never run again in silence.
+                let members = owed.turn.into_iter().flat_map(|t| t.members);
+                tell_failed(&context, &owed.session, members.chain(owed.queue).map(|m| m.uuid.clone()).collect());
+                continue;
+            }
             let turn = owed.turn.map(|t| OwedTurn {
                 turn: t.turn,
                 members: t.members,
@@ -159,7 +166,6 @@ impl Registry {
                 stopped: t.stopped,
             });
             let machine = Machine::recovered(turn, owed.queue, &owed.alone);
-            let row = map.known.get(&owed.session).cloned().unwrap_or_else(|| fresh_row(&owed.session, None));
             let session = make(&context, &row, machine, map.kept_features.get(&owed.session));
             map.by_id.insert(owed.session, session);
         }
@@ -695,6 +701,31 @@ impl Registry {
             }
         }
         gone
+    }
+}
+
+/// Messages of a thread that a dead server left unanswered.
+fn tell_failed(context: &Context, session: &SessionId, messages: Vec<MessageUuid>) {
+    let Some(first) = messages.first() else { return };
+    let error = "the server ended before the turn was over";
+    let event = KeptEvent {
+        event: "chat-turn-failed",
+        data: json!({
+            "sessionId": session, "turnId": first, "messageUuids": messages, "error": error, "willRetry": false,
+        }),
+    };
+    let mut changes: Vec<_> = messages
+        .iter()
+        .map(|message| Change::ThreadAnswer {
+            message: message.clone(),
+            responses_json: "[]".into(),
+            success: false,
+        })
+        .collect();
+    changes.push(Change::Clear { messages, why: error.into() });
+    match context.journal.reserve_for_outcome(1) {
+        Ok(place) => context.journal.owe(Unit { changes, events: vec![event] }, place, Box::new(|_| ())),
+        Err(e) => log::error!("session {session}: unanswered messages of a thread are not told: {e}"),
     }
 }
 

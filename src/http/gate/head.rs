@@ -70,6 +70,8 @@ pub struct Head<'a> {
     pub content_type: Option<&'a str>,
     /// `Accept`.
     pub accept: Option<&'a str>,
+    /// `Accept-Encoding` takes gzip.
+    pub accepts_gzip: bool,
     /// `Range`.
     pub range: Option<&'a str>,
     /// `If-None-Match`.
@@ -145,6 +147,7 @@ pub fn parse(bytes: &[u8]) -> Result<Head<'_>> {
         cookie: None,
         content_type: None,
         accept: None,
+        accepts_gzip: false,
         range: None,
         if_none_match: None,
         last_event_id: None,
@@ -189,6 +192,10 @@ pub fn parse(bytes: &[u8]) -> Result<Head<'_>> {
             13 if is("if-none-match") => &mut head.if_none_match,
             13 if is("last-event-id") => &mut head.last_event_id,
             14 if is("content-length") => &mut length,
+            15 if is("accept-encoding") => {
+                head.accepts_gzip |= takes_gzip(ascii(field.value)?);
+                continue;
+            }
             17 if is("transfer-encoding") => &mut coding,
             17 if is("sec-websocket-key") => &mut head.websocket_key,
             21 if is("sec-websocket-version") => &mut head.websocket_version,
@@ -264,6 +271,15 @@ fn content_length(text: &str) -> Result<Framing> {
             "Content-Length is beyond any limit",
         )),
     }
+}
+
+/// `gzip` in an `Accept-Encoding` list, unless it is there to be refused.
+fn takes_gzip(list: &str) -> bool {
+    list.split(',').any(|part| {
+        let mut words = part.split(';').map(str::trim);
+        let named = words.next().is_some_and(|w| w.eq_ignore_ascii_case("gzip") || w == "*");
+        named && !words.any(|w| matches!(w, "q=0" | "q=0.0" | "q=0.00" | "q=0.000"))
+    })
 }
 
 /// True for the 16 bytes of base64 that a WebSocket client coins.

@@ -751,6 +751,9 @@ fn upstream_head(head: &Head<'_>, class: Class) -> Vec<u8> {
                 }
             }
         }
+        if head.accepts_gzip {
+            out.extend_from_slice(b"Accept-Encoding: gzip\r\n");
+        }
     }
     out
 }

@@ -9,7 +9,11 @@ use crate::http::reply::Reply;
 use crate::ids::SessionId;
 use crate::lifecycle::machine::Did;
 use crate::session::chat::{self, Draft, Sent};
+use crate::session::pool::ThreadMessage;
 use crate::session::registry::Word;
+
+/// Longest thread reference, in bytes: messengers use far less.
+const THREAD_BYTES_MAX: usize = 512;
 
 fn did(did: Did) -> Reply {
     let word = match did {
@@ -97,6 +101,32 @@ impl Handlers {
         let (session, message) = (self.session(&fields.session()?)?, fields.message_uuid()?);
         chat::discard(&session, &message)?;
         Ok(Reply::json(&json!({"ok": true})))
+    }
+
+    pub(super) fn send_to_thread(&self, body: &[u8]) -> Result<Reply> {
+        self.ensure_open()?;
+        let fields = Fields::read(body)?;
+        let thread = fields.text("thread")?.into_owned();
+        if thread.is_empty() || thread.len() > THREAD_BYTES_MAX || thread.chars().any(char::is_control) {
+            return Err(Error::new(
+                Code::BadField,
+                format!("thread is 1 to {THREAD_BYTES_MAX} bytes without control characters"),
+            ));
+        }
+        let message = ThreadMessage {
+            thread,
+            message: fields.message()?,
+            description: fields.optional_text("description")?,
+            message_id: fields.message_id()?,
+        };
+        if message.message.trim().is_empty() {
+            return Err(Error::new(Code::BadField, "message is empty"));
+        }
+        Ok(Reply::json(&self.pool.send(message)?))
+    }
+
+    pub(super) fn threads(&self) -> Reply {
+        Reply::json(&self.pool.list())
     }
 
     pub(super) fn features(&self, session: &SessionId) -> Result<Reply> {

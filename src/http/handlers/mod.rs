@@ -15,19 +15,21 @@ use crate::http::route::Route;
 use crate::http::server::{Handler, Incoming};
 use crate::ids::SessionId;
 use crate::session::engine::Session;
+use crate::session::pool::Pool;
 use crate::session::registry::Registry;
 
 /// Answers every route that the gate does not answer itself.
 pub struct Handlers {
     registry: Arc<Registry>,
+    pool: Arc<Pool>,
     going_down: Arc<AtomicBool>,
 }
 
 impl Handlers {
     /// Handlers over the registry; `going_down` is set by `app` when no new message is taken.
     #[must_use]
-    pub fn new(registry: Arc<Registry>, going_down: Arc<AtomicBool>) -> Self {
-        Self { registry, going_down }
+    pub fn new(registry: Arc<Registry>, pool: Arc<Pool>, going_down: Arc<AtomicBool>) -> Self {
+        Self { registry, pool, going_down }
     }
 
     fn session(&self, id: &SessionId) -> Result<Arc<Session>> {
@@ -45,7 +47,7 @@ impl Handlers {
 
 impl Handler for Handlers {
     fn answer(&self, incoming: Incoming) -> Result<Reply> {
-        let Incoming { route, body, range, if_none_match } = incoming;
+        let Incoming { route, body, range, if_none_match, accepts_gzip } = incoming;
         match route {
             Route::Send => self.send(&body),
             Route::Interrupt => self.interrupt(&body),
@@ -63,8 +65,9 @@ impl Handler for Handlers {
             Route::PendingImage { message, n } => self.pending_image(&message, n),
             Route::Turns { turn, after, wait_ms } => self.turns(&turn, after, wait_ms),
             Route::Media { media, head } => self.media(&media, head, range.as_deref(), if_none_match.as_deref()),
-            Route::Asset { path } => read::asset(&path, if_none_match.as_deref()),
-            Route::ThreadsSend | Route::Threads => self.threads(&body),
+            Route::Asset { path } => read::asset(&path, if_none_match.as_deref(), accepts_gzip),
+            Route::ThreadsSend => self.send_to_thread(&body),
+            Route::Threads => Ok(self.threads()),
             Route::Events
             | Route::DebugThreads
             | Route::Healthz

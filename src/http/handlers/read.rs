@@ -63,7 +63,7 @@ impl Handlers {
             Some(_) => "resumable",
         };
         let window = Window::Tail { tail, min_real_user_messages: 0 };
-        let page = if has_file { context.archive.history(&id, window)? } else { Page::default() };
+        let page = if has_file { context.archive.history(&id, window)? } else { Page::empty() };
         let features = session.as_ref().map(|s| s.state().features.clone()).unwrap_or_default();
         // For an agent that keeps no uuids: which user lines were there before a message was accepted.
         let known_before = |at_ms: i64| -> Vec<&str> {
@@ -95,7 +95,7 @@ impl Handlers {
         let (_, bytes) =
             image.ok_or_else(|| Error::new(Code::NotFound, format!("no photo {n} of a waiting message {message}")))?;
         // The type is read off the bytes, never taken from the client: this is shown in a page of ours.
-        let mime = crate::transcript::media::sniff(&bytes);
+        let mime = crate::transcript::media::mime(&bytes);
         Ok(reply(200, Body::Bytes(bytes))
             .with("Content-Type", mime)
             .with("Cache-Control", "private, no-store")

@@ -37,11 +37,11 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Reads all transcripts under an agent's home.
+    /// Reads the transcripts under an agent's home whose session `wanted` likes.
     ///
     /// # Errors
     /// What the kernel says; a home that is not there yet is an empty disk.
-    pub fn read(agent_home: &Path) -> io::Result<Self> {
+    pub fn read(agent_home: &Path, wanted: impl Fn(&str) -> bool) -> io::Result<Self> {
         let mut disk = Self::default();
         let projects = match std::fs::read_dir(agent_home.join("projects")) {
             Ok(projects) => projects,
@@ -59,7 +59,7 @@ impl Disk {
                     .file_name()
                     .and_then(|n| n.to_str())
                     .unwrap_or_default();
-                if let Some(session) = name.strip_suffix(".jsonl") {
+                if let Some(session) = name.strip_suffix(".jsonl").filter(|s| wanted(s)) {
                     let mut bytes = Vec::new();
                     std::fs::File::open(&path)?.read_to_end(&mut bytes)?;
                     disk.sessions.insert(session.to_owned(), parse(&bytes));
