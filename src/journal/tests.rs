@@ -910,3 +910,27 @@ fn a_file_that_may_not_grow_refuses_and_serves_again_once_it_may() {
     let count = Desk::open(dir, JournalOptions::default()).recovered.owed[0].queue.len();
     assert!(said.contains(&format!("recorded {count}")), "{count}: {said}");
 }
+
+#[test]
+fn only_the_owner_reads_what_people_wrote() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let desk = Desk::new();
+    desk.say("s", "private");
+    for name in ["journal.db", "journal.db-wal", "journal.db-shm"] {
+        let mode = std::fs::metadata(desk.dir.path().join(name)).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "{name}");
+    }
+}
+
+#[test]
+fn a_log_without_its_journal_is_refused_and_kept() {
+    let desk = Desk::new();
+    desk.say("s", "only in the log");
+    let log = std::fs::read(desk.dir.path().join("journal.db-wal")).unwrap();
+    let dir = TempDir::new().unwrap();
+    std::fs::write(dir.path().join("journal.db-wal"), &log).unwrap();
+    assert!(refusal(dir.path()).contains("beside its log"));
+    std::fs::write(schema::path_in(dir.path()), b"").unwrap();
+    assert!(refusal(dir.path()).contains("beside its log"));
+    assert_eq!(std::fs::read(dir.path().join("journal.db-wal")).unwrap(), log);
+}
