@@ -934,3 +934,24 @@ fn a_log_without_its_journal_is_refused_and_kept() {
     assert!(refusal(dir.path()).contains("beside its log"));
     assert_eq!(std::fs::read(dir.path().join("journal.db-wal")).unwrap(), log);
 }
+
+#[test]
+fn a_reader_that_stays_in_the_log_holds_up_no_record_and_the_log_shrinks_after_it() {
+    let desk = Desk::new();
+    desk.say("s", "first");
+    let reader = desk.sql();
+    reader.execute_batch("BEGIN; SELECT count(*) FROM event").unwrap();
+    let text = "x".repeat(100_000);
+    for _ in 0..200 {
+        desk.say("s", &text);
+    }
+    // Emptied as far as the reader lets, and not once for each commit.
+    let held = desk.journal.stats();
+    assert!(held.checkpoints < 40, "{held:?}");
+    reader.execute_batch("COMMIT").unwrap();
+    let deadline = Instant::now() + LIMIT;
+    while desk.journal.stats().wal_pages > 1000 {
+        assert!(Instant::now() < deadline, "{:?}", desk.journal.stats());
+        desk.say("s", "more");
+    }
+}
