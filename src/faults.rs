@@ -16,7 +16,7 @@ pub const POINTS: &[&str] = &[
     "after_answer_before_spawn",  // run: the send was answered, the agent not started
     "after_spawn_before_stdin",   // run: the agent lives and got nothing
     "mid_stdin",                  // run: half a line is written to the agent
-    "after_stdin_before_line",    // embedded agent: the line is read, the transcript has nothing
+    "after_stdin_before_line",    // run: a whole line is written to the agent, its transcript may have nothing
     "mid_line",                   // embedded agent: half a line is in the transcript
     "before_result",              // embedded agent: all lines are there, no result said
     "after_result_before_ledger", // run: the result is read, the ledger does not know
