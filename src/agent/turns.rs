@@ -54,6 +54,8 @@ struct Agents {
 pub struct TurnTracker {
     session: SessionId,
     reset: bool,
+    /// An init named the session: from then on another id is another conversation.
+    confirmed: bool,
     /// A message that was no refusal has come.
     spoke: bool,
     /// An init came before anything was asked. Some programs greet so; it is a turn once something follows.
@@ -67,7 +69,16 @@ impl TurnTracker {
     /// A run that has said nothing; `session` is the id it was started with.
     #[must_use]
     pub fn new(session: SessionId) -> Self {
-        Self { session, reset: false, spoke: false, greeted: false, asked_once: false, ours: None, agents: None }
+        Self {
+            session,
+            reset: false,
+            confirmed: false,
+            spoke: false,
+            greeted: false,
+            asked_once: false,
+            ours: None,
+            agents: None,
+        }
     }
 
     /// The line of `turn` is about to be written. The pump does so only while no turn runs.
@@ -148,7 +159,8 @@ impl TurnTracker {
 
     fn init(&mut self, session: Option<&str>, steps: &mut Vec<Step>) {
         if let Some(id) = session.and_then(|id| SessionId::parse(id).ok()) {
-            let cleared = std::mem::take(&mut self.reset);
+            // 2.1.197 clears without a word of it. An id that comes late, or with a resume, comes with the first init.
+            let cleared = std::mem::take(&mut self.reset) | std::mem::replace(&mut self.confirmed, true);
             if id != self.session {
                 self.session = id.clone();
                 steps.push(Step::SessionId { id, cleared });
@@ -421,6 +433,7 @@ mod tests {
             ["t ended", "id s2 true", "u ended"]
         );
         assert_eq!(story(&[Ask("t"), Hear(other)]), ["id s2 false"]);
+        assert_eq!(story(&[Ask("t"), Hear(INIT), Hear(PLAIN), Ask("u"), Hear(other)]), ["t ended", "id s2 true"]);
     }
 
     #[test]
