@@ -653,7 +653,7 @@ fn a_turn_is_looked_up_in_whole_parsed_lines() {
         home.archive.look_up(&id("none"), &["u1"]).unwrap(),
         Trace::NoFile
     );
-    home.put("torn", u1[..u1.len() - 2].as_bytes());
+    home.put("torn", &u1.as_bytes()[..u1.len() - 2]);
     assert_eq!(
         home.archive.look_up(&id("torn"), &["u1"]).unwrap(),
         Trace::NotRecorded

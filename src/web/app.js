@@ -19,7 +19,7 @@ const $ = (id) => document.getElementById(id);
 const scroll = $("scroll");
 const list = $("list");
 
-let open = null; // {conv, ids, talk: Conversation, turns: Map, phase, turnId, queued, features, draft?, notes: []}
+let open = null; // {conv, ids, talk: Conversation, turns: Map, phase, turnId, features, draft?, notes, …}: see begin
 let sessions = [];
 let cursor = "0";
 let online = true;
@@ -57,9 +57,9 @@ function urlsOf(item) {
 // ---- what is open
 
 function route() {
-  const [, kind, id] = /^#\/(c|new)\/?([\w-]{1,64})?$/.exec(location.hash) ?? [];
+  const [, kind, id] = /^#\/(c|new|main)\/?([\w-]{1,64})?$/.exec(location.hash) ?? [];
   if (kind === "c" && id) openConversation(id);
-  else if (kind === "new") openDraft(id ?? freshId(), "new");
+  else if (kind === "new" || kind === "main") openDraft(id ?? freshId(), kind);
   else openConversation(null);
 }
 
@@ -68,7 +68,7 @@ function begin(conv, draft) {
   for (const p of drafts.photos) URL.revokeObjectURL(p.url);
   drafts.photos = [];
   open = {
-    conv, draft, ids: new Set(conv ? [conv] : []), talk: new Conversation(), turns: new Map(), phase: "idle", turnId: null, queued: 0,
+    conv, draft, ids: new Set(conv ? [conv] : []), talk: new Conversation(), turns: new Map(), phase: "idle", turnId: null,
     features: null, notes: [], reading: null, again: false, older: false, error: null,
   };
   list.replaceChildren();
@@ -81,14 +81,22 @@ function begin(conv, draft) {
   grow();
 }
 
+/** A conversation that begins with its first message; `word` is what that says instead of an id. */
 function openDraft(id, word) {
   begin(id, word);
   open.talk.loaded = true;
-  const path = "#/new/" + id;
+  const path = `#/${word}/${id}`;
   if (location.hash !== path) history.replaceState(null, "", path);
   draw();
   drawSessions();
   focusCompose();
+  if (cursor === "0") api("/api/chat/bootstrap?tail=1").then((answer) => heardUpTo(answer.cursor), away);
+}
+
+/** Where the events go on, from the first answer that tells it. */
+function heardUpTo(at) {
+  if (at !== undefined && (cursor === "0" || parseCursor(at).epoch !== parseCursor(cursor).epoch)) cursor = at;
+  if (!events.socket && online) events.connect();
 }
 
 async function openConversation(id) {
@@ -136,7 +144,7 @@ async function refresh() {
 }
 
 function took(o, answer) {
-  if (answer.cursor !== undefined && (cursor === "0" || parseCursor(answer.cursor).epoch !== parseCursor(cursor).epoch)) cursor = answer.cursor;
+  heardUpTo(answer.cursor);
   o.error = null;
   if (answer.kind === "empty" && !answer.sessionId) {
     o.draft = "main";
@@ -164,7 +172,6 @@ function took(o, answer) {
   }
   const settled = outbox.items.filter((i) => o.ids.has(i.conv) && i.messageUuid && (i.eventId ?? 0) <= o.talk.seen);
   for (const item of settled) outbox.forget(item);
-  if (!events.socket && online) events.connect();
   draw();
   drawSessions();
 }
@@ -173,7 +180,6 @@ function phase(o, status) {
   if (status.phase) o.phase = status.phase;
   if (status.startError !== undefined) o.startError = status.startError;
   o.heardAt = Date.now() - (status.lastMessageAgeMs ?? 0);
-  o.queued = status.queued ?? o.queued;
   if (status.turnId !== undefined) o.turnId = status.turnId;
   if (o.turnId && (o.phase === "streaming" || o.phase === "stopping") && !o.turns.has(o.turnId)) catchUp(o, turnOf(o, o.turnId));
 }
@@ -218,7 +224,10 @@ const events = new Events({
     online = word === "open";
     retryAt = at ?? 0;
     if (back) {
-      if (open) refresh();
+      if (open) {
+        for (const turn of open.turns.values()) if (!turn.ended) catchUp(open, turn);
+        refresh();
+      }
       listSoon();
       outbox.hurry();
     }
@@ -230,7 +239,10 @@ const events = new Events({
       const epoch = data.epoch ?? parseCursor(cursor).epoch;
       if (event === "resync" || parseCursor(cursor).epoch !== epoch) {
         cursor = `${epoch}.${data.head}`;
-        if (open) refresh();
+        if (open) {
+          open.turns.clear(); // whatever they were, the next answer tells what runs now
+          refresh();
+        }
         listSoon();
       }
       return;
@@ -297,6 +309,8 @@ function kept(o, frame) {
   if (event === "chat-turn-failed" && frame.id > o.talk.seen) {
     o.notes.push({ key: "n:" + frame.id, error: true, text: data.willRetry ? `The agent ended before it took the message: ${data.error}. It is sent again.` : `The turn did not finish: ${data.error}` });
   }
+  // Sent again: its frames count from one anew.
+  if (event === "chat-message-dispatched" && frame.id > o.talk.seen) o.turns.delete(data.turnId);
   if (event === "chat-complete") {
     say(data.isError ? "The answer ended with an error." : "The answer is complete.");
     if (data.isError && frame.id > o.talk.seen && data.errors?.length) o.notes.push({ key: "n:" + frame.id, error: true, text: "The answer ended with an error: " + data.errors.join(" · ") });
@@ -343,10 +357,12 @@ let stuck = true; // the newest stays in view
 let drawn = 0;
 
 function draw() {
-  drawn ||= requestAnimationFrame(() => {
+  const now = () => {
     drawn = 0;
     paint();
-  });
+  };
+  // A tab in the background gets no frames, but its title tells.
+  drawn ||= document.hidden ? setTimeout(now, 300) : requestAnimationFrame(now);
 }
 
 function keep(key, value, make, sigOf) {
@@ -600,14 +616,15 @@ function drawHead() {
   const title = row?.label || (o.draft || !o.conv ? "New conversation" : "Conversation");
   $("title").textContent = title;
   document.title = (o.phase === "streaming" ? "● " : "") + title + " · beebox";
-  const state = o.draft ? "" : PHASES[o.phase] ?? o.phase;
+  const state = !online ? "Not connected" : o.draft ? "" : PHASES[o.phase] ?? o.phase;
+  const waiting = o.talk.pending.filter((p) => p.state === "accepted").length;
   const silent = o.phase === "streaming" ? Math.floor((Date.now() - o.heardAt) / 60_000) : 0;
-  $("state").textContent = state + (silent > 0 ? ` · no word for ${silent} min` : "") + (o.queued > 0 ? ` · ${o.queued} waiting` : "");
+  $("state").textContent = state + (silent > 0 ? ` · no word for ${silent} min` : "") + (waiting > 0 ? ` · ${waiting} waiting` : "");
   $("state").dataset.phase = o.phase;
   $("more").hidden = Boolean(o.draft || !o.conv);
   $("interrupt").hidden = o.phase !== "streaming";
   for (const b of $("panel").querySelectorAll("[data-do]")) {
-    b.disabled = (b.dataset.do === "interrupt" && !["streaming", "starting"].includes(o.phase)) || (b.dataset.do === "stop" && o.phase === "idle" && !o.queued);
+    b.disabled = (b.dataset.do === "interrupt" && !["streaming", "starting"].includes(o.phase)) || (b.dataset.do === "stop" && o.phase === "idle" && !waiting);
   }
   drawSend();
 }
@@ -836,8 +853,9 @@ async function tell(what) {
     say(DID[did] ?? did);
     if (did === "nothing" || did === "reset") flash(DID[did]);
     if (what === "reset" && o === open) {
-      history.pushState(null, "", "#/new/" + freshId());
-      openDraft(location.hash.slice(6), "main");
+      const id = freshId();
+      history.pushState(null, "", "#/main/" + id);
+      openDraft(id, "main");
       listSoon();
     }
   } catch (e) {

@@ -181,8 +181,8 @@ function node(block, depth, copy) {
         h("figcaption", null, h("span", null, block.lang || "code"), copy(() => block.text, "Copy code")),
         h("pre", { tabIndex: 0, "aria-label": "Code" }, code));
     }
-    case "head": // the page has h1 and h2 of its own
-      return h("h" + Math.min(6, block.level + 2), null, ...inline(block.text));
+    case "head": // below the page's h1
+      return h("h" + Math.min(6, block.level + 1), null, ...inline(block.text));
     case "rule":
       return h("hr");
     case "quote":

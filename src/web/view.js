@@ -186,9 +186,9 @@ export function userNode({ content, timestamp, user, state, stateText, photos, a
   const text = textOf(content);
   return h("article", { class: "user" + (state ? " " + state : ""), "aria-label": `${user || "You"}${state ? ", " + stateText : ""}` },
     ...words(content, photos),
-    h("footer", null, user && h("span", null, user), stateText && h("span", { class: "badge" }, stateText),
-      ...(actions ?? []).map(([label, act]) => h("button", { type: "button", class: "link", onclick: act }, label)),
-      text && copyButton(() => text), timeNode(timestamp)));
+    h("footer", null, text && copyButton(() => text), timeNode(timestamp), user && h("span", null, user),
+      stateText && h("span", { class: "badge" }, stateText),
+      ...(actions ?? []).map(([label, act]) => h("button", { type: "button", class: "link", onclick: act }, label))));
 }
 
 /** An entry of the transcript. `local(uuid, n)`: this tab's own copy of a photo, while there is one. */

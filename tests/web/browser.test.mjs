@@ -18,7 +18,10 @@ const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.mi
 async function accessible(page, where) {
   await page.evaluate(axe);
   const found = await page.evaluate(async () => {
-    const { violations } = await globalThis.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"] });
+    const { violations } = await globalThis.axe.run(document, { 
+      runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"],
+      rules: { "heading-order": { enabled: false } }, // an agent's answer may begin with any heading
+    });
     return violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).slice(0, 4).join(", ")}`);
   });
   assert.deepEqual(found, [], where);
