@@ -136,6 +136,20 @@ fn converse(agent: &mut Agent, words: &Words) -> Vec<(&'static str, Vec<String>)
     parts
 }
 
+/// Every session id that an init named.
+fn ids(agent: &Agent) -> Vec<String> {
+    let mut ids: Vec<String> = Vec::new();
+    for message in agent
+        .heard
+        .iter()
+        .filter(|message| message["subtype"] == "init")
+    {
+        ids.push(message["session_id"].as_str().unwrap().to_owned());
+    }
+    ids.dedup();
+    ids
+}
+
 /// Hears whatever still belongs to the turn: an answer to an idle interrupt comes behind it.
 fn settle(agent: &mut Agent) {
     agent.interrupt("settle");
@@ -179,5 +193,16 @@ fn the_embedded_agent_speaks_as_the_real_one() {
         let mut comparable = embedded.raw.clone();
         comparable.retain(|line| !line.contains("background_tasks_changed"));
         assert_shapes(&comparable, &real.raw);
+        // And what they wrote, before and after the clear.
+        let (real_ids, embedded_ids) = (ids(&real), ids(&embedded));
+        assert_eq!((real_ids.len(), embedded_ids.len()), (2, 2));
+        // The bookkeeping of the real one depends on how long it lived.
+        let written = |ids: &[String]| -> Vec<String> {
+            let lines = ids.iter().flat_map(|id| place.raw_lines(id));
+            lines
+                .filter(|line| !line.contains(r#""type":"last-prompt""#))
+                .collect()
+        };
+        assert_shapes(&written(&embedded_ids), &written(&real_ids));
     }
 }

@@ -205,18 +205,21 @@ impl Agent {
         while let Some(message) = self.waiting.pop_front() {
             let uuid = fresh();
             let parent = self.transcript.leaf.replace(uuid.clone());
+            let current = self.session.profile == Profile::Current;
             let remove = self.session.queue_operation("remove", |obj| {
-                let obj = obj
-                    .str("content", &message.text)
-                    .str("reason", "absorbed_mid_turn");
-                obj.str_if("commandUuid", message.uuid.as_deref())
+                obj.when(current, |obj| {
+                    let obj = obj
+                        .str("content", &message.text)
+                        .str("reason", "absorbed_mid_turn");
+                    obj.str_if("commandUuid", message.uuid.as_deref())
+                })
             });
             let line = self
                 .session
                 .queued_command_line(parent.as_deref(), &message, &uuid);
             self.transcript.append(remove + &line);
             self.lifecycle(message.uuid.as_deref(), "started")?;
-            if self.keep_uuid {
+            if self.names_uuids() {
                 turn.uuids.extend(message.uuid.clone());
             }
             turn.folded.push(message);

@@ -81,7 +81,7 @@ impl Agent {
         let Some((message, mut merged)) = input::merge(batch, &self.defaults) else {
             return Ok(());
         };
-        if !self.keep_uuid {
+        if !self.names_uuids() {
             uuids.clear();
             merged.clear();
         }
@@ -137,7 +137,7 @@ impl Agent {
             }
             None => self.transcript.append(dequeue + &lines),
         }
-        let leader = message.uuid.filter(|_| self.keep_uuid);
+        let leader = message.uuid.filter(|_| self.names_uuids());
         self.run(Turn {
             script,
             words: message.words,
@@ -271,9 +271,7 @@ impl Agent {
         }
         self.background.clear();
         self.move_to(fresh());
-        let kept = uuid
-            .clone()
-            .filter(|_| self.session.profile == Profile::Current && self.keep_uuid);
+        let kept = uuid.clone().filter(|_| self.names_uuids());
         let (lines, leaf) = self
             .session
             .clear_lines(&kept.clone().unwrap_or_else(fresh));
