@@ -304,6 +304,25 @@ impl Session {
         .end()
     }
 
+    /// `system/task_notification`: a background task has ended.
+    pub fn task_notification(&self, task_id: &str, tool_id: &str) -> String {
+        let obj = Obj::new()
+            .str("type", "system")
+            .str("subtype", "task_notification")
+            .str("task_id", task_id)
+            .str("tool_use_id", tool_id)
+            .str("status", "completed")
+            .str("output_file", "")
+            .str(
+                "summary",
+                "Background command \"background\" completed (exit code 0)",
+            );
+        match self.profile {
+            Profile::Current => self.told(obj).end(),
+            Profile::Old => obj.str("session_id", &self.id).str("uuid", &fresh()).end(),
+        }
+    }
+
     /// `conversation_reset`.
     pub fn conversation_reset(&self, uuid: &str) -> String {
         let reset = fresh();

@@ -177,20 +177,8 @@ impl Agent {
                 format_args!(r#"{{"status":"completed","end_time":{end_time}}}"#),
             )
         }))?;
-        self.say(self.session.task("task_notification", |obj| {
-            let obj = obj
-                .str("task_id", id)
-                .str("tool_use_id", &task.tool_id)
-                .str("status", "completed");
-            obj.str("output_file", "").str(
-                "summary",
-                "Background command \"background\" completed (exit code 0)",
-            )
-        }))?;
-        self.say(
-            self.session
-                .task("background_tasks_changed", |obj| obj.raw("tasks", "[]")),
-        )?;
+        self.say(self.session.task_notification(id, &task.tool_id))?;
+        self.tasks_changed("")?;
         // The line that came is the newest of those that wait.
         let queued = self.waiting.back().cloned().filter(|_| on_send);
         let mut script = Script::default();
@@ -219,7 +207,11 @@ impl Agent {
             turn_index: self.transcript.turns,
             merged: &[],
         });
-        self.transcript.append(line);
+        let enqueue = self
+            .session
+            .queue_operation("enqueue", |obj| obj.str("content", &text));
+        let dequeue = self.session.queue_operation("dequeue", |obj| obj);
+        self.transcript.append(enqueue + &dequeue + &line);
         self.transcript.leaf = Some(uuid);
         self.interrupted = false;
         self.interrupts = Some(Interrupts::Obeyed);
@@ -264,10 +256,7 @@ impl Agent {
                 self.session
                     .conversation_reset(uuid.as_deref().unwrap_or_default()),
             )?;
-            self.say(
-                self.session
-                    .task("background_tasks_changed", |obj| obj.raw("tasks", "[]")),
-            )?;
+            self.tasks_changed("")?;
         }
         self.background.clear();
         self.move_to(fresh());
