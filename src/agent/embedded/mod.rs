@@ -378,10 +378,13 @@ impl Agent {
                 self.seen.insert(uuid.clone());
             }
         }
-        self.transcript.append(
-            self.session
-                .queue_operation("enqueue", |obj| obj.str("content", &message.text)),
-        );
+        // A session that gets its id later leaves no file under the first one.
+        if message.script.late_id_ms.is_none() {
+            let enqueue = self
+                .session
+                .queue_operation("enqueue", |obj| obj.str("content", &message.text));
+            self.transcript.append(enqueue);
+        }
         if self.interrupts.is_none() {
             self.own_turn = message.script.own_turn_on_send;
         }
