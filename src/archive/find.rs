@@ -1,0 +1,272 @@
+//! Where the transcripts of the box are, and the list of its conversations with a label each.
+//!
+//! The folder's name is a lossy slug of the box's path: two boxes can share a folder, and each line's `cwd` is the
+//! truth. Rule a change could break: a transcript of another box is never read.
+
+use std::collections::HashMap;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use super::file::{Buffers, Source};
+use crate::clock::UnixMs;
+use crate::ids::SessionId;
+use crate::sync::Mutex;
+use crate::transcript::entry::{build, label};
+use crate::transcript::line::{Scanner, Seen};
+use crate::transcript::record::Kind;
+use crate::transcript::slug;
+
+/// Slugs longer than this are cut by some agents, with a hash added.
+const SLUG_CHARS_MAX: usize = 200;
+/// Bytes of a transcript that are looked at for its label and its box.
+const HEAD_BYTES_MAX: u64 = 4 * 1024 * 1024;
+/// Characters of a label.
+const LABEL_CHARS_MAX: usize = 80;
+/// Heads remembered.
+const HEADS_MAX: usize = 16 * 1024;
+/// Files of one folder that are looked at.
+const FILES_MAX: usize = 100_000;
+
+/// A conversation in the list.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listed {
+    /// Its id.
+    pub session: SessionId,
+    /// The first words of a person in it.
+    pub label: Option<String>,
+    /// When its transcript was last written.
+    pub last_used_ms: UnixMs,
+}
+
+/// What the beginning of a transcript says.
+#[derive(Debug, Clone, Default)]
+struct Head {
+    cwd: Option<String>,
+    label: Option<String>,
+    /// More of the file would not say more.
+    settled: bool,
+    size: u64,
+}
+
+/// See the head of this file.
+#[derive(Debug)]
+pub struct Finder {
+    projects: PathBuf,
+    /// The box as it was named and as it is without links.
+    boxes: Vec<String>,
+    heads: Mutex<HashMap<(u64, u64), Head>>,
+    buffers: Buffers,
+}
+
+impl Finder {
+    pub fn new(agent_home: &Path, box_dir: &Path) -> Self {
+        let mut boxes = vec![box_dir.to_string_lossy().into_owned()];
+        if let Ok(real) = fs::canonicalize(box_dir) {
+            let real = real.to_string_lossy().into_owned();
+            if !boxes.contains(&real) {
+                boxes.push(real);
+            }
+        }
+        let heads = Mutex::new(HashMap::new());
+        Self {
+            projects: agent_home.join("projects"),
+            boxes,
+            heads,
+            buffers: Buffers::default(),
+        }
+    }
+
+    pub fn path_of(&self, session: &SessionId) -> Option<PathBuf> {
+        let name = format!("{session}.jsonl");
+        let near = self
+            .boxes
+            .iter()
+            .map(|b| self.projects.join(slug(b)).join(&name))
+            .find(|path| self.is_ours(path));
+        if near.is_some() || !self.has_long_slug() {
+            return near;
+        }
+        self.folders()
+            .into_iter()
+            .map(|folder| folder.join(&name))
+            .find(|path| self.is_ours_elsewhere(path))
+    }
+
+    fn has_long_slug(&self) -> bool {
+        self.boxes.iter().any(|b| slug(b).len() > SLUG_CHARS_MAX)
+    }
+
+    fn folders(&self) -> Vec<PathBuf> {
+        let Ok(entries) = fs::read_dir(&self.projects) else {
+            return Vec::new();
+        };
+        entries
+            .flatten()
+            .map(|e| e.path())
+            .filter(|p| p.is_dir())
+            .take(FILES_MAX)
+            .collect()
+    }
+
+    /// In our own folder a file is ours unless it says that it belongs to a box of the same slug.
+    fn is_ours(&self, path: &Path) -> bool {
+        let Ok(meta) = fs::metadata(path) else {
+            return false;
+        };
+        if !meta.is_file() {
+            return false;
+        }
+        match self.head(path, &meta).cwd {
+            Some(cwd) => self.is_box(&cwd) || !self.boxes.iter().any(|b| slug(b) == slug(&cwd)),
+            None => true,
+        }
+    }
+
+    /// In a foreign folder a file is ours only if it says so.
+    fn is_ours_elsewhere(&self, path: &Path) -> bool {
+        let Ok(meta) = fs::metadata(path) else {
+            return false;
+        };
+        meta.is_file()
+            && self
+                .head(path, &meta)
+                .cwd
+                .is_some_and(|cwd| self.is_box(&cwd))
+    }
+
+    fn is_box(&self, cwd: &str) -> bool {
+        self.boxes
+            .iter()
+            .any(|b| cwd.trim_end_matches('/') == b.trim_end_matches('/'))
+    }
+
+    pub fn list(&self, rows_max: usize, _buffers: &Buffers) -> Vec<Listed> {
+        let long = self.has_long_slug();
+        let mut folders: Vec<PathBuf> = self
+            .boxes
+            .iter()
+            .map(|b| self.projects.join(slug(b)))
+            .collect();
+        if long {
+            let near = folders.clone();
+            folders.extend(self.folders().into_iter().filter(|f| !near.contains(f)));
+        }
+        let near = self.boxes.len();
+        let mut files = Vec::new();
+        for (number, folder) in folders.iter().enumerate() {
+            let Ok(entries) = fs::read_dir(folder) else {
+                continue;
+            };
+            for entry in entries.flatten().take(FILES_MAX) {
+                let name = entry.file_name();
+                let Some(session) = name
+                    .to_str()
+                    .and_then(|n| n.strip_suffix(".jsonl"))
+                    .and_then(|n| SessionId::parse(n).ok())
+                else {
+                    continue;
+                };
+                let Ok(meta) = fs::metadata(entry.path()) else {
+                    continue;
+                };
+                if meta.is_file() {
+                    let last_used_ms = meta.mtime() * 1000 + meta.mtime_nsec() / 1_000_000;
+                    files.push((last_used_ms, session, entry.path(), number < near));
+                }
+            }
+        }
+        files.sort_by(|a, b| b.0.cmp(&a.0).then_with(|| a.1.cmp(&b.1)));
+        let mut rows: Vec<Listed> = Vec::new();
+        for (last_used_ms, session, path, here) in files {
+            if rows.len() == rows_max {
+                break;
+            }
+            let ours = if here {
+                self.is_ours(&path)
+            } else {
+                self.is_ours_elsewhere(&path)
+            };
+            if !ours || rows.iter().any(|r| r.session == session) {
+                continue;
+            }
+            let label = fs::metadata(&path)
+                .ok()
+                .and_then(|meta| self.head(&path, &meta).label);
+            rows.push(Listed {
+                session,
+                label,
+                last_used_ms,
+            });
+        }
+        rows
+    }
+
+    fn head(&self, path: &Path, meta: &fs::Metadata) -> Head {
+        let identity = (meta.dev(), meta.ino());
+        if let Some(head) = self.heads.lock().get(&identity)
+            && (head.settled || head.size == meta.len())
+            && meta.len() >= head.size
+        {
+            return head.clone();
+        }
+        let head = self.read_head(path).unwrap_or_default();
+        let mut heads = self.heads.lock();
+        if heads.len() >= HEADS_MAX {
+            heads.clear();
+        }
+        heads.insert(identity, head.clone());
+        head
+    }
+
+    fn read_head(&self, path: &Path) -> Option<Head> {
+        let source = Source::open(path).ok().flatten()?;
+        let session = SessionId::parse("label").ok()?;
+        let mut head = Head {
+            size: source.size,
+            ..Head::default()
+        };
+        let mut buffer = self.buffers.take();
+        let mut scanner = Scanner::new(0);
+        let mut at = 0;
+        // A small first read: most heads are in it.
+        let mut want = 32 * 1024;
+        while at < HEAD_BYTES_MAX && !head.settled {
+            let n = source.read_at(&mut buffer[..want], at).ok()?;
+            if n == 0 {
+                return Some(head);
+            }
+            want = buffer.len();
+            at += n as u64;
+            scanner.push(&buffer[..n], |raw| {
+                if head.settled {
+                    return;
+                }
+                raw.each(|seen| match seen {
+                    Seen::Record {
+                        record,
+                        line,
+                        cuts,
+                        offset,
+                        ..
+                    } => {
+                        if head.cwd.is_none() && !record.sidechain {
+                            head.cwd = record
+                                .cwd
+                                .and_then(|c| c.short(8192))
+                                .map(|c| c.into_owned());
+                        }
+                        if head.label.is_none() && record.kind == Kind::User {
+                            let (entry, _) = build(&record, line, cuts, &session, offset);
+                            head.label = entry.and_then(|e| label(&e, LABEL_CHARS_MAX));
+                        }
+                        head.settled = head.cwd.is_some() && head.label.is_some();
+                    }
+                    Seen::Stub { .. } | Seen::Gap => {}
+                });
+            });
+        }
+        head.settled = true;
+        Some(head)
+    }
+}
