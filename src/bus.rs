@@ -586,18 +586,30 @@ impl Bus {
         self.ring.lock().read(reader, frames_max, bytes_max, out)
     }
 
-    /// Frames from number `from` on, whoever they are for, at most `frames_max`; the number of the first.
-    pub(crate) fn tail(&self, from: u64, frames_max: usize, out: &mut Vec<Arc<Frame>>) -> u64 {
+    /// Frames from number `from` on, whoever they are for, until `frames_max` or `bytes_max` is reached; the number of
+    /// the first.
+    pub(crate) fn tail(
+        &self,
+        from: u64,
+        frames_max: usize,
+        bytes_max: usize,
+        out: &mut Vec<Arc<Frame>>,
+    ) -> u64 {
         let ring = self.ring.lock();
         let from = from.max(ring.first);
-        let at = (from - ring.first) as usize;
-        out.extend(
-            ring.entries
-                .iter()
-                .skip(at)
-                .take(frames_max)
-                .map(|e| e.frame.clone()),
-        );
+        let mut bytes = 0;
+        for entry in ring
+            .entries
+            .iter()
+            .skip((from - ring.first) as usize)
+            .take(frames_max)
+        {
+            bytes += entry.frame.ws().len();
+            if bytes > bytes_max && !out.is_empty() {
+                break;
+            }
+            out.push(entry.frame.clone());
+        }
         from
     }
 }
@@ -846,5 +858,118 @@ mod tests {
         let transient: serde_json::Value = serde_json::from_str(&heard[1].2).unwrap();
         assert_eq!(transient["event"], "chat-phase");
         assert_eq!(transient["data"]["phase"], "idle");
+    }
+
+    mod model {
+        use super::*;
+        use proptest::prelude::*;
+
+        /// What may happen, in any order.
+        #[derive(Debug, Clone)]
+        enum Step {
+            Keep,
+            Transient,
+            /// Somebody else's row, published by nobody.
+            Foreign,
+            /// Some reader takes up to so many frames from the ring and writes some of them.
+            Read {
+                who: usize,
+                frames: usize,
+                written: usize,
+            },
+            /// Some reader that the ring cannot serve reads up to so many rows of the store.
+            Store {
+                who: usize,
+                rows: usize,
+            },
+            /// Some reader leaves and comes back with the cursor it has.
+            Back {
+                who: usize,
+            },
+        }
+
+        fn step() -> impl Strategy<Value = Step> {
+            prop_oneof![
+                4 => Just(Step::Keep),
+                2 => Just(Step::Transient),
+                1 => Just(Step::Foreign),
+                4 => (0..3usize, 1..6usize, 0..6usize).prop_map(|(who, frames, written)| Step::Read { who, frames, written }),
+                3 => (0..3usize, 1..4usize).prop_map(|(who, rows)| Step::Store { who, rows }),
+                1 => (0..3usize).prop_map(|who| Step::Back { who }),
+            ]
+        }
+
+        struct Model {
+            bus: Bus,
+            stored: EventId,
+            /// Place, whether the store serves it, and what it got.
+            readers: Vec<(Reader, bool, Vec<EventId>)>,
+        }
+
+        impl Model {
+            fn read(&mut self, who: usize, frames: usize, written: usize) {
+                let (reader, replaying, got) = &mut self.readers[who];
+                if *replaying {
+                    return;
+                }
+                let mut out = Vec::new();
+                *replaying =
+                    self.bus.read(reader, frames, usize::MAX, &mut out).0 == Reading::Behind;
+                for taken in out.iter().take(written) {
+                    reader.pass(taken);
+                    got.extend(Some(taken.frame.id()).filter(|id| *id > 0));
+                }
+            }
+
+            fn store(&mut self, who: usize, rows: usize) {
+                let (reader, replaying, got) = &mut self.readers[who];
+                if *replaying {
+                    for _ in 0..rows.min((self.stored - reader.after) as usize) {
+                        reader.after += 1;
+                        got.push(reader.after);
+                    }
+                    *replaying = !self.bus.join(reader);
+                }
+            }
+        }
+
+        proptest! {
+            #[test]
+            fn every_reader_gets_every_kept_event_once_and_in_order(steps in proptest::collection::vec(step(), 0..200)) {
+                let bus = Bus::with_limits(5, u64::MAX);
+                bus.open("e", 0);
+                let readers = vec![(bus.live_reader(), false, Vec::new()); 3];
+                let mut model = Model { bus, stored: 0, readers };
+                for step in steps {
+                    match step {
+                        Step::Keep => {
+                            model.stored += 1;
+                            keep(&model.bus, model.stored);
+                        }
+                        Step::Transient => model.bus.publish("t", &json!({})),
+                        Step::Foreign => model.stored += 1,
+                        Step::Read { who, frames, written } => model.read(who, frames, written),
+                        Step::Store { who, rows } => model.store(who, rows),
+                        Step::Back { who } => {
+                            let end = model.bus.end();
+                            let (reader, replaying, _) = &mut model.readers[who];
+                            reader.transient_from = end;
+                            *replaying = !model.bus.join(reader);
+                        }
+                    }
+                }
+                // Once all is quiet, everybody has everything that was published.
+                model.stored += 1;
+                keep(&model.bus, model.stored);
+                for who in 0..3 {
+                    for _ in 0..1000 {
+                        model.read(who, 100, 100);
+                        model.store(who, 100);
+                    }
+                    let wanted: Vec<EventId> = (1..=model.stored).collect();
+                    prop_assert_eq!(&model.readers[who].2, &wanted);
+                }
+            }
+        }
     }
 }

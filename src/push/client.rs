@@ -46,6 +46,7 @@ pub(super) struct Round<'a> {
 }
 
 /// New frames, for the many clients that have everything before them.
+#[derive(Default)]
 pub(super) struct LiveFrames {
     /// Number of the first.
     pub(super) start: u64,
@@ -198,7 +199,9 @@ impl Client {
             control: Vec::new(),
             blocked: false,
             progress_ms: round.now_ms,
-            next_ping_ms: round.now_ms + limits.ping_every_ms,
+            // Spread over four ticks, so that the pongs of many who came at once do not.
+            next_ping_ms: round.now_ms + limits.ping_every_ms
+                - (token & 3) * limits.ping_every_ms / 4,
             pings_unanswered: 0,
             allowance: Allowance {
                 frames: u64::from(limits.client_frames_burst),

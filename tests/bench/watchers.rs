@@ -279,7 +279,7 @@ fn each_frame(bytes: &[u8], mut each: impl FnMut(&[u8])) -> usize {
     loop {
         let rest = &bytes[used..];
         let (head, len) = match rest {
-            [_, len @ 0..126, ..] => (2, usize::from(*len)),
+            [_, len @ 0..=125, ..] => (2, usize::from(*len)),
             [_, 126, a, b, ..] => (4, usize::from(u16::from_be_bytes([*a, *b]))),
             [_, 127, ..] if rest.len() >= 10 => (
                 10,
