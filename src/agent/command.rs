@@ -1,1 +1,421 @@
-//! (room being built)
+//! Processes of agents: how one is started, told to go, and found again after a crash of the server.
+//!
+//! Leaves what is said to it to `pump`. Rule a change could break: an agent dies with the thread that started it
+//! (parent-death signal), inherits no descriptor but its three pipes, and is only ever signalled through a descriptor
+//! of its own or after its start time was compared, so that a reused pid is never hit.
+//!
+//! The one file with `unsafe`: `pre_exec` is the only way to set the parent-death signal in the child.
+#![allow(unsafe_code, reason = "CommandExt::pre_exec; see the note at its call")]
+
+use std::collections::HashMap;
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+use super::RunSpec;
+use crate::error::{Code, Error, Result};
+
+/// The variable in an agent's environment that says which run it is of.
+pub const MARK_VARIABLE: &str = "BEEBOX_RUN";
+/// How the agent is told to speak (AGENT-PROTOCOL, "Starting it").
+const PROTOCOL_FLAGS: &[&str] = &[
+    "--output-format",
+    "stream-json",
+    "--input-format",
+    "stream-json",
+    "--verbose",
+    "--include-partial-messages",
+    "--permission-mode",
+    "bypassPermissions",
+];
+/// How long a leftover has after SIGTERM.
+const LEFTOVER_TERM: Duration = Duration::from_secs(2);
+/// How long the kernel has after SIGKILL; a process in an uninterruptible read may take longer than anybody waits.
+const LEFTOVER_KILL: Duration = Duration::from_secs(5);
+
+/// A started agent with its pipes.
+#[derive(Debug)]
+pub struct Agent {
+    child: Child,
+    pidfd: OwnedFd,
+    /// Its process id.
+    pub pid: u32,
+    /// Field 22 of its `stat`.
+    pub start_time: u64,
+    /// Ours to write; `None` once ended.
+    pub stdin: Option<ChildStdin>,
+    /// Ours to read; `None` once at its end.
+    pub stdout: Option<ChildStdout>,
+    /// Ours to read; `None` once at its end.
+    pub stderr: Option<ChildStderr>,
+}
+
+impl Agent {
+    /// Starts the agent of `spec` with non-blocking pipes. Call it on the thread that will live as long as the agent.
+    ///
+    /// # Errors
+    /// Why it cannot be started, in words a person can act on.
+    pub fn spawn(spec: &RunSpec) -> Result<Agent> {
+        let mut command = command(spec)?;
+        let mut child = command.spawn().map_err(|e| explain_spawn(&e, spec))?;
+        let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+        let opened = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).and_then(|pidfd| {
+            for fd in
+                [stdin.as_ref().map(AsFd::as_fd), stdout.as_ref().map(AsFd::as_fd), stderr.as_ref().map(AsFd::as_fd)]
+            {
+                rustix::io::ioctl_fionbio(fd.ok_or(rustix::io::Errno::BADF)?, true)?;
+            }
+            Ok(pidfd)
+        });
+        match opened {
+            Ok(pidfd) => {
+                let pid = child.id();
+                let start_time = start_time_of(pid).unwrap_or_default();
+                Ok(Agent { child, pidfd, pid, start_time, stdin, stdout, stderr })
+            }
+            Err(e) => {
+                // Without its descriptor we would not see it end.
+                let _ = child.kill();
+                let _ = child.wait();
+                Err(Error::new(Code::AgentUnavailable, format!("the agent cannot be watched: {e}")))
+            }
+        }
+    }
+
+    /// Readable once the process ended.
+    #[must_use]
+    pub fn pidfd(&self) -> &OwnedFd {
+        &self.pidfd
+    }
+
+    /// Its exit status if it ended; it is reaped then.
+    pub fn try_wait(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().ok().flatten()
+    }
+
+    /// Asks it to go. Nothing happens once it was reaped.
+    pub fn terminate(&self) {
+        let _ = pidfd_send_signal(&self.pidfd, Signal::TERM);
+    }
+
+    /// Ends it by force, and with it the processes of its tools, which nobody else would end.
+    pub fn kill(&self) {
+        let tools = descendants(self.pid);
+        let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
+        for tool in tools {
+            let _ = pidfd_send_signal(&tool, Signal::KILL);
+        }
+    }
+
+    /// Waits until it ended, however long that takes, and reaps it.
+    pub fn wait(&mut self) -> Option<ExitStatus> {
+        self.stdin = None;
+        self.child.wait().ok()
+    }
+}
+
+fn command(spec: &RunSpec) -> Result<Command> {
+    let (program, arguments) =
+        spec.program.split_first().ok_or_else(|| Error::new(Code::AgentUnavailable, "no agent program is set"))?;
+    let mut command = Command::new(from_here(program));
+    command
+        .args(arguments)
+        .args(PROTOCOL_FLAGS)
+        .arg(if spec.resume { "--resume" } else { "--session-id" })
+        .arg(spec.session.as_str())
+        .current_dir(&spec.box_dir)
+        .env_remove("CLAUDECODE")
+        .envs(spec.env.iter().map(|(key, value)| (key, value)))
+        .env(MARK_VARIABLE, &spec.agent_mark)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        // Ctrl-C at a terminal is for the server, which then ends its agents in order.
+        .process_group(0);
+    let parent = rustix::process::getpid();
+    let die_with_parent = move || {
+        rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
+        // A parent that died before the line above sends no signal.
+        if rustix::process::getppid() != Some(parent) {
+            return Err(io::Error::from(rustix::io::Errno::SRCH));
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec only async-signal-safe work is allowed. The closure makes two raw system calls
+    // (prctl, getppid) through rustix's linux_raw backend: no allocation, no lock, no libc state. It captures a pid by
+    // value. Masks and SIGPIPE are reset by std before exec.
+    unsafe { command.pre_exec(die_with_parent) };
+    Ok(command)
+}
+
+/// A program given by a relative path is meant from where the server was started, not from the box.
+fn from_here(program: &OsStr) -> OsString {
+    if program.as_bytes().contains(&b'/') {
+        std::path::absolute(program).map_or_else(|_| program.to_owned(), std::path::PathBuf::into_os_string)
+    } else {
+        program.to_owned()
+    }
+}
+
+fn explain_spawn(e: &io::Error, spec: &RunSpec) -> Error {
+    let program = spec.program.first().map(|p| p.to_string_lossy().into_owned()).unwrap_or_default();
+    let text = if !spec.box_dir.is_dir() {
+        format!("the box directory {} is not there", spec.box_dir.display())
+    } else {
+        let is = |errno: rustix::io::Errno| e.raw_os_error() == Some(errno.raw_os_error());
+        if is(rustix::io::Errno::NOENT) {
+            format!("the agent program {program} is not installed (neither on PATH nor a path to a program)")
+        } else if is(rustix::io::Errno::ACCESS) || is(rustix::io::Errno::PERM) {
+            format!("the agent program {program} may not be executed by this user")
+        } else if is(rustix::io::Errno::NOEXEC) {
+            format!("the agent program {program} is not a program for this machine")
+        } else {
+            format!("the agent program {program} cannot be started: {e}")
+        }
+    };
+    Error::new(Code::AgentUnavailable, text)
+}
+
+/// Why a run ended before it said anything, from what it left: words a person can act on.
+#[must_use]
+pub fn explain_early_end(exit: &str, stderr: &str, errors: &[String]) -> Error {
+    let said = errors.iter().map(String::as_str).chain(stderr.lines().rev()).find(|line| !line.trim().is_empty());
+    let all = format!("{}\n{stderr}", errors.join("\n")).to_lowercase();
+    let has = |words: &[&str]| words.iter().any(|word| all.contains(word));
+    let said = said.map(|line| format!(" ({})", line.trim())).unwrap_or_default();
+    if has(&["no conversation found"]) {
+        return Error::new(Code::SessionGone, format!("the agent has no such conversation{said}"));
+    }
+    let text = if has(&["already in use"]) {
+        format!("the agent says that this session id is already in use{said}")
+    } else if has(&["root/sudo", "as root", "with root"]) {
+        format!("the agent refuses to run as root: use another user, or set IS_SANDBOX=1 if this is a sandbox{said}")
+    } else if has(&["/login", "log in", "logged in", "api key", "authenticat", "oauth"]) {
+        format!("the agent needs a login: run it once by hand and log in, or set its API key{said}")
+    } else if has(&["unknown option", "unknown argument", "unexpected argument", "unrecognized option"]) {
+        format!("the agent program does not know the flags of the protocol{said}")
+    } else {
+        format!("the agent ended before it said anything, {exit}{said}")
+    };
+    Error::new(Code::AgentUnavailable, text)
+}
+
+/// `exit 1` or `signal 9`.
+#[must_use]
+pub fn exit_words(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exit {code}"),
+        (None, Some(signal)) => format!("signal {signal}"),
+        (None, None) => "ended".to_owned(),
+    }
+}
+
+/// Field 22 of `/proc/<pid>/stat`: clock ticks from boot to the start of the process. `None` when there is none.
+#[must_use]
+pub fn start_time_of(pid: u32) -> Option<u64> {
+    stat(pid).map(|stat| stat.start_time)
+}
+
+struct Stat {
+    parent: u32,
+    start_time: u64,
+}
+
+fn stat(pid: u32) -> Option<Stat> {
+    let bytes = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
+    // The name in parentheses may hold anything, a parenthesis too.
+    let after = bytes.iter().rposition(|b| *b == b')')? + 1;
+    let rest = std::str::from_utf8(&bytes[after..]).ok()?;
+    let mut fields = rest.split_ascii_whitespace();
+    let parent = fields.nth(1)?.parse().ok()?;
+    let start_time = fields.nth(17)?.parse().ok()?;
+    Some(Stat { parent, start_time })
+}
+
+fn processes() -> impl Iterator<Item = u32> {
+    std::fs::read_dir("/proc")
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok())
+}
+
+/// A descriptor of the process `pid` that started at `start_time`.
+fn hold(pid: u32, start_time: u64) -> Option<OwnedFd> {
+    let pid = Pid::from_raw(i32::try_from(pid).ok()?)?;
+    let fd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
+    // Compared after opening: from here on the descriptor and the pid are one process.
+    (start_time_of(pid.as_raw_pid().unsigned_abs()) == Some(start_time)).then_some(fd)
+}
+
+fn descendants(root: u32) -> Vec<OwnedFd> {
+    let all: HashMap<u32, Stat> = processes().filter_map(|pid| Some((pid, stat(pid)?))).collect();
+    let is_below = |pid: u32| {
+        let mut at = pid;
+        // The table is no snapshot: a bound, not trust, keeps a circle from spinning.
+        for _ in 0..64 {
+            match all.get(&at) {
+                Some(stat) if stat.parent == root => return true,
+                Some(stat) if stat.parent > 1 => at = stat.parent,
+                Some(_) | None => return false,
+            }
+        }
+        false
+    };
+    all.iter().filter(|(pid, _)| is_below(**pid)).filter_map(|(pid, stat)| hold(*pid, stat.start_time)).collect()
+}
+
+/// Ends agents that an earlier life of the server left behind: the one known by pid and start time, and those whose
+/// environment has `BEEBOX_RUN=<mark>` (a `mark` that ends in `:` or `/` stands for all that begin with it). SIGTERM,
+/// after 2 s SIGKILL, 5 s more at most until they are gone. Says how many were found.
+///
+/// What an agent started and left running on purpose has its mark too, but not its command line: it is let be.
+pub fn end_leftovers(mark: &str, known: Option<(u32, u64)>) -> usize {
+    let me = std::process::id();
+    let mut found: Vec<(u32, OwnedFd)> = Vec::new();
+    if let Some((pid, start_time)) = known.filter(|(pid, _)| *pid != me) {
+        found.extend(hold(pid, start_time).map(|fd| (pid, fd)));
+    }
+    for pid in processes().filter(|pid| *pid != me) {
+        if found.iter().any(|(known, _)| *known == pid) {
+            continue;
+        }
+        let Some(start_time) = start_time_of(pid) else {
+            continue;
+        };
+        if has_mark(pid, mark) && is_agent(pid) {
+            found.extend(hold(pid, start_time).map(|fd| (pid, fd)));
+        }
+    }
+    if found.is_empty() {
+        return 0;
+    }
+    let count = found.len();
+    let pids: Vec<_> = found.iter().map(|(pid, _)| *pid).collect();
+    log::warn!("ending {count} agents left by an earlier server: {pids:?}");
+    for (_, fd) in &found {
+        let _ = pidfd_send_signal(fd, Signal::TERM);
+    }
+    wait_until_gone(&mut found, LEFTOVER_TERM);
+    if !found.is_empty() {
+        // What an agent that must be killed started, it cannot end itself.
+        let tools: Vec<OwnedFd> = found.iter().flat_map(|(pid, _)| descendants(*pid)).collect();
+        for fd in found.iter().map(|(_, fd)| fd).chain(&tools) {
+            let _ = pidfd_send_signal(fd, Signal::KILL);
+        }
+        wait_until_gone(&mut found, LEFTOVER_KILL);
+    }
+    if !found.is_empty() {
+        log::error!("{} agents left by an earlier server cannot be ended", found.len());
+    }
+    count
+}
+
+fn has_mark(pid: u32, mark: &str) -> bool {
+    // An empty mark would be everybody's.
+    if mark.is_empty() {
+        return false;
+    }
+    let Ok(environment) = std::fs::read(format!("/proc/{pid}/environ")) else {
+        return false;
+    };
+    let is_prefix = mark.ends_with([':', '/']);
+    environment.split(|b| *b == 0).any(|entry| {
+        let value = entry.strip_prefix(MARK_VARIABLE.as_bytes()).and_then(|rest| rest.strip_prefix(b"="));
+        value.is_some_and(|value| value == mark.as_bytes() || (is_prefix && value.starts_with(mark.as_bytes())))
+    })
+}
+
+/// By its command line: the flags of the protocol, or the one word that the real agent puts there as its title.
+fn is_agent(pid: u32) -> bool {
+    let Ok(line) = std::fs::read(format!("/proc/{pid}/cmdline")) else {
+        return false;
+    };
+    let words: Vec<&[u8]> = line.split(|b| *b == 0).filter(|word| !word.is_empty()).collect();
+    let title = words.first().map(|word| Path::new(OsStr::from_bytes(word)));
+    words.contains(&b"stream-json".as_slice())
+        || (words.len() == 1 && title.and_then(Path::file_name) == Some(OsStr::new("claude")))
+}
+
+/// Keeps in `left` who is not gone within `limit`.
+fn wait_until_gone(left: &mut Vec<(u32, OwnedFd)>, limit: Duration) {
+    let deadline = Instant::now() + limit;
+    while !left.is_empty() {
+        let rest = deadline.saturating_duration_since(Instant::now());
+        if rest.is_zero() {
+            return;
+        }
+        let mut fds: Vec<PollFd<'_>> = left.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN)).collect();
+        if poll(&mut fds, Timespec::try_from(rest).ok().as_ref()).is_err() {
+            continue;
+        }
+        let gone: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        let mut gone = gone.into_iter();
+        left.retain(|_| gone.next() != Some(true));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_start_that_failed_says_what_a_person_can_do() {
+        for (stderr, errors, want) in [
+            ("", &["No conversation found with session ID: x"][..], "no such conversation"),
+            ("Error: Session ID x is already in use.\n", &[], "already in use"),
+            ("--dangerously-skip-permissions cannot be used with root/sudo privileges", &[], "IS_SANDBOX=1"),
+            ("Invalid API key · Please run /login", &[], "needs a login"),
+            ("error: unknown option '--output-format'", &[], "does not know the flags"),
+            ("boom\n\n", &[], "ended before it said anything, exit 1 (boom)"),
+            ("", &[], "ended before it said anything, exit 1"),
+        ] {
+            let errors: Vec<String> = errors.iter().map(|e| (*e).to_owned()).collect();
+            let got = explain_early_end("exit 1", stderr, &errors).to_string();
+            assert!(got.contains(want), "{got}");
+        }
+        assert_eq!(explain_early_end("", "", &["No conversation found".into()]).code(), Code::SessionGone);
+    }
+
+    #[test]
+    fn the_agent_inherits_the_environment_but_not_the_mark_of_another_host() {
+        let spec = RunSpec {
+            run: crate::ids::RunNo(1),
+            session: crate::ids::SessionId::fresh(),
+            resume: true,
+            program: vec!["dir/agent".into(), "first".into()],
+            box_dir: "/".into(),
+            env: vec![("A".into(), "b".into())],
+            agent_mark: "m".into(),
+        };
+        let command = command(&spec).unwrap();
+        let env: Vec<_> = command.get_envs().map(|(k, v)| (k.to_str().unwrap(), v.and_then(OsStr::to_str))).collect();
+        assert_eq!(env, [("A", Some("b")), ("BEEBOX_RUN", Some("m")), ("CLAUDECODE", None)]);
+        assert!(Path::new(command.get_program()).is_absolute(), "relative to the server, not to the box");
+        let args: Vec<_> = command.get_args().map(|a| a.to_str().unwrap()).collect();
+        assert_eq!(args[..3], ["first", "--output-format", "stream-json"]);
+        assert_eq!(args[args.len() - 2..], ["--resume", spec.session.as_str()]);
+    }
+
+    #[test]
+    fn the_start_time_tells_a_process_from_a_later_one() {
+        let me = std::process::id();
+        let start = start_time_of(me).unwrap();
+        assert!(hold(me, start).is_some());
+        assert!(hold(me, start + 1).is_none());
+        assert!(start_time_of(u32::MAX).is_none());
+    }
+
+    #[test]
+    fn a_mark_finds_only_its_own() {
+        assert!(!has_mark(std::process::id(), ""));
+        assert!(!has_mark(std::process::id(), "no such mark"));
+    }
+}

@@ -101,6 +101,19 @@ impl Archive {
         }
     }
 
+    /// Watches the transcript of `session` from its first line on: for one that got its id only now.
+    #[must_use]
+    pub fn watch_from_start(&self, session: &SessionId) -> TailWatch {
+        TailWatch {
+            archive: self.clone(),
+            session: session.clone(),
+            from: 0,
+            identity: None,
+            seen: HashSet::new(),
+            order: VecDeque::new(),
+        }
+    }
+
     /// Where the line starts that goes on at `end`.
     fn line_start(&self, session: &SessionId, end: u64) -> u64 {
         let Some(source) = self

@@ -51,6 +51,18 @@ impl fmt::Display for MediaRef {
     }
 }
 
+/// `bytes` as standard base64 with padding.
+#[must_use]
+pub fn encode_base64(bytes: &[u8]) -> String {
+    STANDARD.encode_to_string(bytes)
+}
+
+/// The bytes of standard base64 with padding; none for anything else.
+#[must_use]
+pub fn decode_base64(text: &str) -> Option<Vec<u8>> {
+    STANDARD.decode_to_vec(text).ok()
+}
+
 /// The payload is not whole standard base64.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BadPayload;

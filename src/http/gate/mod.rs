@@ -1,0 +1,285 @@
+//! The gate: owns the port, vets every request, and lets only whole vetted ones through to the pool.
+//!
+//! Reading order: `limits` (what anything may cost), `head` and `body` (pure reading), `client` and `upstream` (state of
+//! a connection), `core` (the loop), `request` (from bytes to a decision), `relay` (upstreams at work). It is one thread,
+//! called `gate`, that never blocks: idle and slow clients cost memory, not threads.
+//! Leaves who may talk to `guard`, paths to `route`, the event stream to `push`. Rule a change could break: nothing
+//! unvetted, unbounded or unfinished reaches `server`.
+
+mod body;
+mod client;
+mod core;
+pub mod head;
+pub mod limits;
+mod login;
+pub mod metrics;
+pub mod notes;
+pub mod place;
+mod relay;
+mod request;
+mod slab;
+pub mod token;
+mod upstream;
+
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use self::core::{Core, Listener, Parts};
+use self::metrics::Metrics;
+use self::notes::{Note, Notes};
+use self::place::Place;
+use crate::error::{Error, Result};
+use crate::http::guard::{Guard, Logins, Token};
+use crate::push::Upgrade;
+use crate::sync::Mutex;
+use crate::threads::{self, Name, OnPanic, Thread};
+
+pub use self::limits::Limits;
+
+/// What the gate needs to know.
+#[derive(Debug)]
+pub struct GateConfig {
+    /// Where to listen; port 0 picks a free one.
+    pub listen: SocketAddr,
+    /// The second door, `<box>/.beebox/chat.sock`; none in some tests.
+    pub chat_socket: Option<PathBuf>,
+    /// The pool's socket, `<box>/.beebox/http.sock`.
+    pub http_socket: PathBuf,
+    /// Where bodies and answers are spooled.
+    pub state_dir: PathBuf,
+    /// What a proxy in front is called.
+    pub public_url: Option<String>,
+    /// The bearer token.
+    pub token: Option<Token>,
+    /// Workers of ordinary routes, as the pool was started with.
+    pub workers: usize,
+    /// Every limit.
+    pub limits: Limits,
+    /// What the pool tells the gate by; the same that it was started with.
+    pub notes: Arc<Notes>,
+}
+
+/// What the gate's own routes ask the rest of the house; called on the gate's thread, so it must not block.
+pub trait Local: Send + Sync {
+    /// Fit to serve, or why not.
+    ///
+    /// # Errors
+    /// The reason, for a person.
+    fn ready(&self) -> std::result::Result<(), String>;
+    /// Appends the numbers of the other rooms, in Prometheus text.
+    fn metrics(&self, page: &mut String);
+    /// The page of `/api/debug/threads`; takes no lock that a stuck thread could hold.
+    fn debug_threads(&self) -> String;
+}
+
+/// Takes an event-stream client over.
+pub type PushTo = dyn Fn(Upgrade) + Send + Sync;
+
+/// A running gate.
+pub struct Gate {
+    thread: Thread,
+    notes: Arc<Notes>,
+    address: SocketAddr,
+    metrics: Arc<Metrics>,
+    logins: Arc<Mutex<Logins>>,
+    born: Instant,
+    origin: String,
+}
+
+/// Connections that wait to be accepted; the kernel cuts it to `net.core.somaxconn`.
+const BACKLOG: i32 = 4096;
+/// Descriptors that the gate leaves to files, agents, the journal and event streams.
+const DESCRIPTORS_LEFT: u64 = 256;
+
+/// Binds the doors and starts the thread `gate`.
+///
+/// # Errors
+/// A bad setting (an open address without a token), a port in use, or what the kernel says.
+pub fn start(config: GateConfig, local: Arc<dyn Local>, push: Arc<PushTo>) -> Result<Gate> {
+    let listens_everywhere = config.listen.ip().is_unspecified();
+    // Before the port is bound: an address that must not be open is never open.
+    Guard::new(
+        config.listen,
+        config.public_url.as_deref(),
+        config.token.clone(),
+    )?;
+    let tcp = listen(config.listen)?;
+    let address = tcp.local_addr()?;
+    let guard = Guard::new(address, config.public_url.as_deref(), config.token)?;
+    let mut listeners = vec![Listener {
+        fd: tcp.into(),
+        unix: false,
+    }];
+    let chat_socket = match &config.chat_socket {
+        None => None,
+        Some(path) => {
+            let place = Place::new(path)?;
+            place.clear()?;
+            let unix = UnixListener::bind(place.path())
+                .map_err(|e| Error::internal(format!("socket {}: {e}", path.display())))?;
+            place.make_private()?;
+            unix.set_nonblocking(true)?;
+            listeners.push(Listener {
+                fd: unix.into(),
+                unix: true,
+            });
+            Some(place)
+        }
+    };
+    let descriptors = raise_descriptors();
+    let mut limits = config.limits;
+    let lane_max = lanes(config.workers, limits.waiting_max, descriptors);
+    // A client takes one descriptor and, for a moment, one more for a spooled body.
+    let upstreams = (lane_max[0] + lane_max[1]) as u64 * 3;
+    let clients = descriptors
+        .saturating_sub(DESCRIPTORS_LEFT.min(descriptors / 2) + upstreams)
+        .max(8);
+    limits.connections_max = limits
+        .connections_max
+        .min(usize::try_from(clients).unwrap_or(usize::MAX));
+
+    let metrics = Arc::new(Metrics::default());
+    let logins = Arc::new(Mutex::new(Logins::default()));
+    let origin = config.public_url.clone().map_or_else(
+        || format!("http://{address}"),
+        |u| u.trim_end_matches('/').to_owned(),
+    );
+    let core = Core::new(Parts {
+        listeners,
+        notes: Arc::clone(&config.notes),
+        guard,
+        listens_everywhere,
+        limits,
+        lane_max,
+        pool: Place::new(&config.http_socket)?,
+        state_dir: config.state_dir,
+        metrics: Arc::clone(&metrics),
+        local,
+        push,
+        logins: Arc::clone(&logins),
+        origin: origin.clone(),
+        chat_socket,
+    })?;
+    let born = core.born;
+    let name = const { Name::fixed("gate") };
+    let thread = threads::spawn(
+        name,
+        threads::WORK_STACK_BYTES,
+        OnPanic::EndProcess,
+        move || core.run(),
+    )?;
+    Ok(Gate {
+        thread,
+        notes: config.notes,
+        address,
+        metrics,
+        logins,
+        born,
+        origin,
+    })
+}
+
+impl Gate {
+    /// Where it listens.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Its numbers.
+    #[must_use]
+    pub fn metrics(&self) -> &Arc<Metrics> {
+        &self.metrics
+    }
+
+    /// A link that logs a browser in, once, within ten minutes. It holds a secret: not for a log.
+    #[must_use]
+    pub fn login_link(&self) -> String {
+        let code = token::secret();
+        let now_ms = u64::try_from(self.born.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let link = format!("{}/login#{code}", self.origin);
+        self.logins.lock().add(code, now_ms);
+        link
+    }
+
+    /// Takes nothing new, finishes the answers in flight for at most `limit`, closes everything and ends; true if the
+    /// thread ended in time.
+    #[must_use]
+    pub fn shutdown(self, limit: Duration) -> bool {
+        self.notes.leave(Note::Shutdown(Instant::now() + limit));
+        self.thread.join_within(limit + Duration::from_millis(500))
+    }
+}
+
+fn listen(address: SocketAddr) -> Result<TcpListener> {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+    let wrong = |e: rustix::io::Errno| {
+        Error::internal(format!(
+            "listening on {address}: {}",
+            std::io::Error::from(e)
+        ))
+    };
+    let family = if address.is_ipv4() {
+        AddressFamily::INET
+    } else {
+        AddressFamily::INET6
+    };
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let fd = rustix::net::socket_with(family, SocketType::STREAM, flags, None).map_err(wrong)?;
+    sockopt::set_socket_reuseaddr(&fd, true).map_err(wrong)?;
+    rustix::net::bind(&fd, &address).map_err(wrong)?;
+    rustix::net::listen(&fd, BACKLOG).map_err(wrong)?;
+    Ok(fd.into())
+}
+
+/// Raises the soft limit of descriptors to the hard one, and says what it is.
+fn raise_descriptors() -> u64 {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let now = getrlimit(Resource::Nofile);
+    let hard = now.maximum.unwrap_or(u64::MAX);
+    if now.current.is_some_and(|c| c < hard) {
+        let _ = setrlimit(
+            Resource::Nofile,
+            Rlimit {
+                current: now.maximum,
+                maximum: now.maximum,
+            },
+        );
+    }
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
+/// Requests in flight per lane: as many as workers, fewer when descriptors are short (an upstream costs four).
+fn lanes(workers: usize, waiting: usize, descriptors: u64) -> [usize; 2] {
+    let most = usize::try_from(descriptors.saturating_sub(32) / 4)
+        .unwrap_or(usize::MAX)
+        .max(2);
+    let work = workers.clamp(1, most.div_ceil(2).max(most.saturating_sub(waiting)));
+    [work, waiting.clamp(1, most - work.min(most - 1))]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lanes_keep_within_the_descriptors_and_never_lack_one() {
+        for (workers, waiting, descriptors, expected) in [
+            (8, 16, 1024, [8, 16]),
+            (8, 16, u64::MAX, [8, 16]),
+            (8, 16, 64, [4, 4]),
+            (1, 1, 0, [1, 1]),
+            (100, 16, 432, [84, 16]),
+            (0, 0, 1024, [1, 1]),
+        ] {
+            assert_eq!(
+                lanes(workers, waiting, descriptors),
+                expected,
+                "{workers} {waiting} {descriptors}"
+            );
+        }
+    }
+}

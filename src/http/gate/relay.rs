@@ -1,0 +1,641 @@
+//! Upstreams at work: opening, handing out requests, relaying answers, failing.
+//!
+//! Rules a change could break: an upstream carries one request at a time and counts only after its probe was answered;
+//! they are opened one after another, because tiny_http strands some of a burst; nothing is sent again once a byte went
+//! upstream, but a GET once; an answer of a client that left is still read.
+
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+use super::body::{Store, unlinked_file};
+use super::client::{Client, Got, Phase, Sent, Spill, Target, WAIT, WORK, receive, send};
+use super::core::{Again, Core, Step};
+use super::metrics::count;
+use super::slab::Key;
+use super::upstream::{State, Upstream, answer_head};
+use crate::error::{Code, Error};
+use crate::http::server::{PROBE_PATH, UPSTREAM_FIELD};
+
+/// Steps that one upstream makes before the others get their turn.
+const STEPS_MAX: usize = 8;
+/// How long to wait after the pool could not be reached.
+const OPEN_AGAIN: Duration = Duration::from_millis(50);
+
+impl Core {
+    // ---- opening
+
+    /// Opens the next upstream if one is needed: as many as there are ordinary workers at once, more on demand.
+    pub fn want_upstreams(&mut self) {
+        let most = self.parts.lane_max[WORK] + self.parts.lane_max[WAIT];
+        let here = self.upstreams.len();
+        let waiting = (0..2)
+            .any(|lane| self.queued[lane] > 0 && self.in_flight[lane] < self.parts.lane_max[lane]);
+        let needed =
+            here < self.parts.lane_max[WORK] || here < most && waiting && self.idle.is_empty();
+        if self.opening || self.open_again_at.is_some() || !needed {
+            return;
+        }
+        match self.open() {
+            Ok(()) => self.opening = true,
+            Err(e) => {
+                if here == 0 {
+                    log::warn!("the pool cannot be reached: {e}");
+                }
+                self.open_again_at = Some(self.now + OPEN_AGAIN);
+            }
+        }
+    }
+
+    fn open(&mut self) -> rustix::io::Result<()> {
+        // The pool needs two descriptors for its end, and ends accepting for good when it has none: never open with the
+        // last ones.
+        let spare: rustix::io::Result<Vec<OwnedFd>> = (0..8)
+            .map(|_| rustix::io::fcntl_dupfd_cloexec(self.parts.notes.event(), 0))
+            .collect();
+        drop(spare?);
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        rustix::net::connect(&fd, &SocketAddrUnix::new(self.parts.pool.path())?)?;
+        let probe = format!("GET {PROBE_PATH} HTTP/1.1\r\n\r\n");
+        let key = self.upstreams.insert(Upstream::new(fd, probe.as_bytes()));
+        self.watch_upstream(key).inspect_err(|_| {
+            self.upstreams.remove(key);
+        })?;
+        self.again.push(Again::Upstream(key));
+        Ok(())
+    }
+
+    // ---- handing out
+
+    /// Puts a whole request in line.
+    pub fn enqueue(&mut self, key: Key, lane: usize) {
+        while let Some(front) = self.queues[lane].front().copied() {
+            if self
+                .clients
+                .get_mut(front)
+                .is_some_and(|c| c.phase == Phase::Queued)
+            {
+                break;
+            }
+            self.queues[lane].pop_front();
+        }
+        let Some(client) = self.clients.get_mut(key) else {
+            return;
+        };
+        client.phase = Phase::Queued;
+        self.queues[lane].push_back(key);
+        self.queued[lane] += 1;
+        let deadline = self.now + self.parts.limits.queue_time;
+        self.arm(key, deadline);
+    }
+
+    /// Hands waiting requests to free upstreams.
+    pub fn dispatch(&mut self) {
+        for lane in [WORK, WAIT] {
+            while self.queued[lane] > 0 && self.in_flight[lane] < self.parts.lane_max[lane] {
+                let Some(upstream) = self.idle.pop() else {
+                    return self.want_upstreams();
+                };
+                if !self.hand_next(lane, upstream) {
+                    self.idle.push(upstream);
+                    break;
+                }
+            }
+        }
+    }
+
+    fn hand_next(&mut self, lane: usize, upstream: Key) -> bool {
+        while let Some(key) = self.queues[lane].pop_front() {
+            if self
+                .clients
+                .get_mut(key)
+                .is_some_and(|c| c.phase == Phase::Queued)
+            {
+                self.queued[lane] -= 1;
+                self.hand(key, lane, upstream);
+                return true;
+            }
+        }
+        self.queued[lane] = 0;
+        false
+    }
+
+    /// Gives a whole request to a free upstream.
+    pub fn hand(&mut self, key: Key, lane: usize, upstream_key: Key) {
+        let now = self.now;
+        let Some(client) = self.clients.get_mut(key) else {
+            return;
+        };
+        let Some(job) = client.job.as_mut() else {
+            return;
+        };
+        let Some(upstream) = self.upstreams.get_mut(upstream_key) else {
+            return;
+        };
+        client.phase = Phase::Served(upstream_key);
+        job.progress = now;
+        upstream.state = State::Head;
+        upstream.client = Some(key);
+        upstream.lane = lane;
+        upstream.head_only = job.head_only;
+        upstream.out.clear();
+        upstream.out_at = 0;
+        upstream.out.extend_from_slice(&job.upstream_head);
+        let body = std::mem::take(&mut job.body);
+        let mut number = itoa(upstream_key.pack());
+        if !body.is_empty() {
+            upstream.out.extend_from_slice(b"Content-Length: ");
+            upstream.out.extend_from_slice(itoa(body.len()).as_bytes());
+            upstream.out.extend_from_slice(b"\r\n");
+        }
+        number.push_str("\r\n\r\n");
+        upstream.out.extend_from_slice(UPSTREAM_FIELD.as_bytes());
+        upstream.out.extend_from_slice(b": ");
+        upstream.out.extend_from_slice(number.as_bytes());
+        upstream.body_at = 0;
+        match body {
+            // Head and body in one write.
+            Store::Memory(bytes) => {
+                upstream.out.extend_from_slice(&bytes);
+                self.body_bytes -= bytes.len();
+            }
+            Store::File(..) => upstream.body = body,
+        }
+        let deadline = now + job.answer_time;
+        self.in_flight[lane] += 1;
+        self.arm(key, deadline);
+        if let Step::Close = self.write_upstream(upstream_key) {
+            self.fail_upstream(upstream_key, "the pool closed it", true);
+        }
+    }
+
+    /// Writes what the upstream takes of its request.
+    fn write_upstream(&mut self, key: Key) -> Step {
+        loop {
+            let Some(upstream) = self.upstreams.get_mut(key) else {
+                return Step::Wait;
+            };
+            if upstream.is_sent() {
+                let watched = upstream.watches_writable;
+                if watched {
+                    self.watch_writable(key, false);
+                }
+                return Step::More;
+            }
+            let sent = if upstream.out_at < upstream.out.len() {
+                let sent = send(&upstream.fd, &upstream.out[upstream.out_at..]);
+                if let Sent::Some(n) = sent {
+                    upstream.out_at += n;
+                }
+                sent
+            } else {
+                let Ok(n @ 1..) = upstream.body.read_at(upstream.body_at, &mut self.scratch) else {
+                    return Step::Close;
+                };
+                let sent = send(&upstream.fd, &self.scratch[..n]);
+                if let Sent::Some(n) = sent {
+                    upstream.body_at += n as u64;
+                }
+                sent
+            };
+            match sent {
+                Sent::Some(_) => {}
+                Sent::Blocked => {
+                    self.watch_writable(key, true);
+                    return Step::Wait;
+                }
+                Sent::Gone => return Step::Close,
+            }
+        }
+    }
+
+    // ---- relaying
+
+    /// Lets an upstream do what it can.
+    pub fn drive_upstream(&mut self, key: Key) {
+        for _ in 0..STEPS_MAX {
+            match self.step_upstream(key) {
+                Ok(Step::More) => {}
+                Ok(Step::Wait) => return,
+                Ok(Step::Close) => return self.fail_upstream(key, "the pool closed it", true),
+                Err(why) => return self.fail_upstream(key, why, false),
+            }
+        }
+        self.again.push(Again::Upstream(key));
+    }
+
+    fn step_upstream(&mut self, key: Key) -> Result<Step, &'static str> {
+        let Some(upstream) = self.upstreams.get_mut(key) else {
+            return Ok(Step::Wait);
+        };
+        if !upstream.is_sent()
+            && let Step::Close = self.write_upstream(key)
+        {
+            return Ok(Step::Close);
+        }
+        let Some(upstream) = self.upstreams.get_mut(key) else {
+            return Ok(Step::Wait);
+        };
+        if !upstream.readable {
+            return Ok(Step::Wait);
+        }
+        if let Some(client_key) = upstream.client
+            && self.is_full(client_key)
+        {
+            return Ok(Step::Wait);
+        }
+        let Some(upstream) = self.upstreams.get_mut(key) else {
+            return Ok(Step::Wait);
+        };
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let got = receive(&upstream.fd, &mut scratch);
+        let step = match got {
+            Got::Some(n) => {
+                upstream.readable = n == scratch.len() || upstream.half_closed;
+                self.take_answer(key, &scratch[..n])
+            }
+            Got::Blocked => {
+                upstream.readable = false;
+                Ok(Taken::More(Step::Wait))
+            }
+            Got::End | Got::Gone => Ok(Taken::More(Step::Close)),
+        };
+        self.scratch = scratch;
+        match step? {
+            Taken::More(step) => Ok(step),
+            Taken::Probed => {
+                self.opening = false;
+                self.idle.push(key);
+                self.dispatch();
+                self.want_upstreams();
+                Ok(Step::More)
+            }
+            Taken::Whole => {
+                self.complete(key);
+                Ok(Step::More)
+            }
+        }
+    }
+
+    /// True when the client has enough to take first; notes since when its upstream waits.
+    fn is_full(&mut self, key: Key) -> bool {
+        let limits = &self.parts.limits;
+        let stall = self.now + limits.reader_stall;
+        let Some(client) = self.clients.get_mut(key) else {
+            return false;
+        };
+        let full = client.out_waiting() >= limits.answer_memory_max;
+        let Some(job) = client.job.as_mut() else {
+            return false;
+        };
+        if !full || job.spilling {
+            return false;
+        }
+        if job.blocked_since.is_none() {
+            job.blocked_since = Some(self.now);
+            self.arm(key, stall);
+        }
+        true
+    }
+
+    fn take_answer(&mut self, key: Key, bytes: &[u8]) -> Result<Taken, &'static str> {
+        let Some(upstream) = self.upstreams.get_mut(key) else {
+            return Ok(Taken::More(Step::Wait));
+        };
+        match upstream.state {
+            State::Idle => Err("bytes that answer nothing"),
+            State::Probing => {
+                upstream.inbuf.extend_from_slice(bytes);
+                match answer_head(&upstream.inbuf, false)? {
+                    None => Ok(Taken::More(Step::More)),
+                    Some(head) if head.status == 204 && head.len == upstream.inbuf.len() => {
+                        upstream.inbuf = Vec::new();
+                        upstream.state = State::Idle;
+                        Ok(Taken::Probed)
+                    }
+                    Some(_) => Err("a strange answer to the probe"),
+                }
+            }
+            State::Head => {
+                let mut joined = std::mem::take(&mut upstream.inbuf);
+                let all = if joined.is_empty() {
+                    bytes
+                } else {
+                    joined.extend_from_slice(bytes);
+                    &joined
+                };
+                let Some(head) = answer_head(all, upstream.head_only)? else {
+                    upstream.inbuf = all.to_vec();
+                    return Ok(Taken::More(Step::More));
+                };
+                let piece = (all.len() - head.len) as u64;
+                if piece > head.body {
+                    return Err("more bytes than the answer has");
+                }
+                upstream.state = State::Body(head.body - piece);
+                let client = upstream.client;
+                if let Some(client) = client {
+                    self.begin_answer(client, head.status, head.status_line, all);
+                }
+                Ok(if piece == head.body {
+                    Taken::Whole
+                } else {
+                    Taken::More(Step::More)
+                })
+            }
+            State::Body(left) => {
+                let piece = bytes.len() as u64;
+                if piece > left {
+                    return Err("more bytes than the answer has");
+                }
+                upstream.state = State::Body(left - piece);
+                let client = upstream.client;
+                if let Some(client) = client {
+                    self.give(client, bytes);
+                }
+                Ok(if piece == left {
+                    Taken::Whole
+                } else {
+                    Taken::More(Step::More)
+                })
+            }
+        }
+    }
+
+    /// The head of an answer, with what came of its body; `bytes` go out as they are when the connection just lives on.
+    fn begin_answer(&mut self, key: Key, status: u16, status_line: usize, bytes: &[u8]) {
+        let draining = self.draining.is_some();
+        let Some(client) = self.clients.get_mut(key) else {
+            return;
+        };
+        let Some(job) = client.job.as_mut() else {
+            return;
+        };
+        job.status = status;
+        job.answer_begun = true;
+        let keep = job.keep_alive && !draining;
+        let http10 = job.http10;
+        client.closing |= !keep;
+        if keep && !http10 {
+            return self.give(key, bytes);
+        }
+        let field: &[u8] = if keep {
+            b"Connection: keep-alive\r\n"
+        } else {
+            b"Connection: close\r\n"
+        };
+        let (line, rest) = bytes.split_at(status_line);
+        self.give(key, &[line, field, rest].concat());
+    }
+
+    /// Bytes of an answer for a client: to its socket, or behind what waits for it.
+    fn give(&mut self, key: Key, bytes: &[u8]) {
+        let now = self.now;
+        let Some(client) = self.clients.get_mut(key) else {
+            return;
+        };
+        if let Some(job) = client.job.as_mut() {
+            job.answer_bytes += bytes.len() as u64;
+            job.progress = now;
+            if job.spilling {
+                if self.spill(key, bytes).is_err() {
+                    self.close_client(key);
+                }
+                return;
+            }
+        }
+        let mut rest = bytes;
+        if client.out_is_empty() {
+            while client.writable && !rest.is_empty() {
+                match send(&client.fd, rest) {
+                    Sent::Some(n) => rest = &rest[n..],
+                    Sent::Blocked => client.writable = false,
+                    Sent::Gone => return self.close_client(key),
+                }
+            }
+        }
+        if !rest.is_empty() {
+            if client.out.capacity() == 0 {
+                let buffer = self.buffer();
+                if let Some(client) = self.clients.get_mut(key) {
+                    client.out = buffer;
+                }
+            }
+            if let Some(client) = self.clients.get_mut(key) {
+                client.out.extend_from_slice(rest);
+            }
+        }
+    }
+
+    fn spill(&mut self, key: Key, bytes: &[u8]) -> Result<(), ()> {
+        if self.spool_bytes + bytes.len() as u64 > self.parts.limits.spool_bytes_max {
+            return Err(());
+        }
+        let Some(client) = self.clients.get_mut(key) else {
+            return Ok(());
+        };
+        if client.spill.is_none() {
+            let file = unlinked_file(&self.parts.state_dir).map_err(|_| ())?;
+            client.spill = Some(Box::new(Spill::new(file)));
+        }
+        if let Some(spill) = client.spill.as_mut() {
+            spill.append(bytes).map_err(|_| ())?;
+            self.spool_bytes += bytes.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// A slow reader's answer goes to a file from now on, so that its worker is free for those who wait.
+    pub fn start_spilling(&mut self, key: Key) {
+        let Some(client) = self.clients.get_mut(key) else {
+            return;
+        };
+        let Phase::Served(upstream) = client.phase else {
+            return;
+        };
+        if let Some(job) = client.job.as_mut() {
+            job.spilling = true;
+        }
+        count(&self.parts.metrics.spilled);
+        let reader_time = self.parts.limits.reader_time;
+        self.arm(key, self.now + reader_time);
+        self.drive_upstream(upstream);
+    }
+
+    /// The answer is whole: the upstream is free, the client's answer needs nobody else.
+    fn complete(&mut self, key: Key) {
+        let Some(upstream) = self.upstreams.get_mut(key) else {
+            return;
+        };
+        if !upstream.is_sent() {
+            // Answered before it had the whole request: what is left of that would be read as the next one.
+            return self.fail_upstream(key, "answered before the request was whole", false);
+        }
+        let (client, lane) = (upstream.client.take(), upstream.lane);
+        let body = std::mem::take(&mut upstream.body);
+        upstream.body_at = 0;
+        upstream.out.clear();
+        upstream.out_at = 0;
+        upstream.state = State::Idle;
+        if std::mem::take(&mut upstream.overdue) {
+            self.overdue_now -= 1;
+        }
+        self.forget_body(&body);
+        self.in_flight[lane] -= 1;
+        self.idle.push(key);
+        if let Some(client) = client {
+            self.settle(client);
+        }
+        if self.queued[WORK] + self.queued[WAIT] > 0 {
+            self.dispatch();
+        }
+    }
+
+    /// Nothing more comes for this client's request.
+    fn settle(&mut self, key: Key) {
+        let reader_time = self.parts.limits.reader_time;
+        let Some(client) = self.clients.get_mut(key) else {
+            return;
+        };
+        client.phase = Phase::Answer;
+        if !client.out_is_empty() {
+            self.arm(key, self.now + reader_time);
+        }
+        self.drive_client(key);
+    }
+
+    /// An upstream is over; its client gets another (a GET without a byte of answer, once), a 500, or the end.
+    pub fn fail_upstream(&mut self, key: Key, why: &'static str, by_itself: bool) {
+        let Some(upstream) = self.upstreams.remove(key) else {
+            return;
+        };
+        self.idle.retain(|k| *k != key);
+        self.forget_body(&upstream.body);
+        if upstream.overdue {
+            self.overdue_now -= 1;
+        }
+        match upstream.state {
+            State::Probing => {
+                self.opening = false;
+                self.open_again_at = Some(self.now + OPEN_AGAIN);
+            }
+            State::Idle => {}
+            State::Head | State::Body(_) => {
+                self.in_flight[upstream.lane] -= 1;
+                count(&self.parts.metrics.upstream_failures);
+                log::warn!("a connection to the pool failed under a request: {why}");
+            }
+        }
+        if let Some(client_key) = upstream.client
+            && let Some(client) = self.clients.get_mut(client_key)
+            && client.phase == Phase::Served(key)
+        {
+            match client.job.as_mut() {
+                Some(job) if !job.answer_begun && job.repeatable && by_itself => {
+                    job.repeatable = false;
+                    self.enqueue(client_key, upstream.lane);
+                }
+                Some(job) if !job.answer_begun => {
+                    let class = job.class;
+                    client.phase = Phase::Answer;
+                    self.refuse(
+                        client_key,
+                        &Error::new(Code::Internal, "the answer was lost"),
+                        class,
+                        None,
+                        true,
+                    );
+                    self.drive_client(client_key);
+                }
+                Some(_) | None => self.close_client(client_key),
+            }
+        }
+        self.want_upstreams();
+        self.dispatch();
+    }
+
+    /// The client's patience with a worker ended.
+    pub fn time_out_served(&mut self, key: Key, upstream_key: Key) {
+        let (now, reader_time, stall) = (
+            self.now,
+            self.parts.limits.reader_time,
+            self.parts.limits.reader_stall,
+        );
+        let others_wait = self.queued[WORK] + self.queued[WAIT] > 0;
+        let Some(client) = self.clients.get_mut(key) else {
+            return;
+        };
+        let Some(job) = client.job.as_ref() else {
+            return;
+        };
+        if job.answer_begun {
+            if job.progress + reader_time <= now {
+                // Either the reader takes nothing or the worker gives nothing: the answer cannot be saved.
+                self.close_client(key);
+            } else if others_wait
+                && !job.spilling
+                && job.blocked_since.is_some_and(|since| since + stall <= now)
+            {
+                self.start_spilling(key);
+            } else {
+                let until = job.progress + reader_time;
+                let soon = now + stall / 2;
+                let waits = job.blocked_since.is_some() && !job.spilling;
+                self.arm(key, if waits { until.min(soon) } else { until });
+            }
+            return;
+        }
+        let (class, took) = (job.class, now - job.started);
+        log::warn!(
+            "{} took over {} ms: answered 504, its worker is still at it",
+            class.name(),
+            took.as_millis()
+        );
+        count(&self.parts.metrics.overdue);
+        client.phase = Phase::Answer;
+        if let Some(upstream) = self.upstreams.get_mut(upstream_key) {
+            upstream.client = None;
+            upstream.overdue = true;
+            self.overdue_now += 1;
+        }
+        self.refuse(
+            key,
+            &Error::new(Code::Timeout, "no answer in time"),
+            class,
+            None,
+            true,
+        );
+        self.drive_client(key);
+    }
+
+    /// Counts out the memory or disk of a body that is dropped.
+    pub fn forget_body(&mut self, body: &Store) {
+        match body {
+            Store::Memory(bytes) => self.body_bytes -= bytes.len(),
+            Store::File(_, len) => self.spool_bytes -= len,
+        }
+    }
+
+    /// The lane of a client's request.
+    pub fn lane_of(client: &Client) -> Option<usize> {
+        match client.job.as_ref()?.target {
+            Target::Pool(lane) => Some(lane),
+            Target::Login => None,
+        }
+    }
+}
+
+enum Taken {
+    /// Go on as the step says.
+    More(Step),
+    /// The probe was answered.
+    Probed,
+    /// The answer is whole.
+    Whole,
+}
+
+fn itoa(number: u64) -> String {
+    number.to_string()
+}

@@ -1,0 +1,631 @@
+//! One conversation: its lock, its machine, and the carrying out of what the machine decides.
+//! Leaves what a request means to `chat` and `thread`, reports of the agent to `listener`, live places to `registry`.
+//! Rule a change could break: work for the journal and the run is queued inside the state's lock (those queues never
+//! block), so that the order of records and events is the order of transitions; everything else happens after unlock.
+
+use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use serde_json::json;
+
+use super::Context;
+use super::features::{Features, with_snapshot};
+use super::listener::Listener;
+use super::thread::Responses;
+use crate::agent::{Run, RunSpec, Turn, TurnEnd};
+use crate::clock::{self, UnixMs};
+use crate::error::Result;
+use crate::ids::{MessageUuid, RunNo, SessionId, TurnId};
+use crate::inbox::{self, Message};
+use crate::journal::{Change, KeptEvent, Places, SessionRow, Unit};
+use crate::lifecycle::PhaseKind;
+use crate::lifecycle::machine::{Did, Effect, EndHow, Fact, Machine, RunRef, Seen};
+use crate::sync::{Condvar, Mutex, MutexGuard};
+
+/// Records a turn needs after it was dispatched, at most: marked as stopped, ended, features, agent gone.
+const PLACES_PER_TURN: usize = 4;
+
+impl RunRef for Run {
+    fn no(&self) -> RunNo {
+        Run::no(self)
+    }
+}
+
+/// Which door a conversation belongs to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Kind {
+    /// The whole box, interactive.
+    Chat,
+    /// One chat of an outside channel, by its thread reference.
+    Thread(String),
+}
+
+/// What a conversation's lock protects.
+pub struct State {
+    /// The decisions.
+    pub machine: Machine<Run>,
+    /// The id it is known by now.
+    pub id: SessionId,
+    /// When the phase last changed.
+    pub since_ms: UnixMs,
+    /// Last use, for the order of the list and of eviction.
+    pub last_used_ms: UnixMs,
+    /// When the session was first recorded.
+    pub created_ms: UnixMs,
+    /// First words, for the list.
+    pub label: Option<String>,
+    /// The agent has a transcript of it, so the next run resumes.
+    pub resumable: bool,
+    /// The flags.
+    pub features: Features,
+    /// Background tasks the agent reported and did not settle.
+    pub tasks: std::collections::HashSet<String>,
+    /// Keeps it from being evicted.
+    pub pins: usize,
+    /// Words the assistant said in the turn in flight, for feature tags.
+    pub said: String,
+    /// What a thread's agent is told in front of its first message.
+    pub preamble: Option<String>,
+    /// Finds a thread's responses in the turn in flight.
+    pub responses: Responses,
+    /// Those found so far.
+    pub given: Vec<String>,
+    /// Why the last start failed, until one succeeds.
+    pub start_error: Option<String>,
+    /// The journal has a row of it.
+    pub row_kept: bool,
+    /// The agent's own account of the turn that just ended.
+    end: Option<TurnEnd>,
+    /// Places in the journal's queue for the records this turn will need.
+    spare: Option<Places>,
+    phase_told: (PhaseKind, usize),
+}
+
+/// One conversation.
+pub struct Session {
+    /// What it works with.
+    pub context: Arc<Context>,
+    /// Which door it belongs to.
+    pub kind: Kind,
+    /// The lock called `state` in the table of `lib.rs`.
+    state: Mutex<State>,
+    /// Waiters for the end of a turn; notified after every fact.
+    changed: Condvar,
+}
+
+/// What is carried out after the lock is given back.
+enum Late {
+    Reconcile,
+    Start(RunNo, SessionId, bool),
+    LookUp(TurnId, Vec<MessageUuid>),
+    RetryIn(u64),
+    Features(String),
+}
+
+/// Effects that wait for the lock to be given back.
+#[must_use = "dropping it forgets effects"]
+pub struct Pending(Vec<Late>);
+
+impl Session {
+    /// A conversation as the journal and the archive know it.
+    #[must_use]
+    pub fn new(
+        context: Arc<Context>,
+        kind: Kind,
+        row: &SessionRow,
+        resumable: bool,
+        machine: Machine<Run>,
+        features: Features,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            context,
+            kind,
+            state: Mutex::new(State {
+                machine,
+                id: row.session.clone(),
+                since_ms: clock::now_ms(),
+                last_used_ms: row.last_used_ms,
+                created_ms: row.created_ms,
+                label: row.label.clone(),
+                resumable,
+                features,
+                tasks: std::collections::HashSet::new(),
+                pins: 0,
+                said: String::new(),
+                preamble: None,
+                responses: Responses::default(),
+                given: Vec::new(),
+                start_error: None,
+                row_kept: false,
+                end: None,
+                spare: None,
+                phase_told: (PhaseKind::Idle, 0),
+            }),
+            changed: Condvar::new(),
+        })
+    }
+
+    /// The lock. Lock order: after the registry's, before any leaf lock.
+    pub fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock()
+    }
+
+    /// The lock, if nobody holds it for long: for dumps.
+    pub fn try_state(&self) -> Option<MutexGuard<'_, State>> {
+        self.state.try_lock_for(std::time::Duration::from_millis(20))
+    }
+
+    /// Condvar of the lock, notified after every fact.
+    pub fn changed(&self) -> &Condvar {
+        &self.changed
+    }
+
+    /// The id it is known by now.
+    #[must_use]
+    pub fn id(&self) -> SessionId {
+        self.state.lock().id.clone()
+    }
+
+    /// Takes a fact in and carries out what follows.
+    pub fn apply(self: &Arc<Self>, fact: Fact<Run>) -> Did {
+        self.apply_with(fact, None)
+    }
+
+    /// The same, with places in the journal's queue for what the fact will record.
+    pub fn apply_with(self: &Arc<Self>, fact: Fact<Run>, places: Option<Places>) -> Did {
+        let (pending, did) = {
+            let mut state = self.state.lock();
+            self.apply_locked(&mut state, fact, places)
+        };
+        self.run(pending);
+        did
+    }
+
+    /// The end of a turn with the agent's own account of it.
+    pub fn apply_end(self: &Arc<Self>, run: RunNo, end: TurnEnd) {
+        let pending = {
+            let mut state = self.state.lock();
+            let turn = end.turn.clone();
+            state.end = Some(end);
+            let (pending, _) = self.apply_locked(&mut state, Fact::TurnEnded(run, turn), None);
+            state.end = None;
+            pending
+        };
+        self.run(pending);
+    }
+
+    /// The critical section of [`Session::apply`], for callers that hold more locks; they run the rest after unlock.
+    pub fn apply_locked(
+        self: &Arc<Self>,
+        state: &mut State,
+        fact: Fact<Run>,
+        places: Option<Places>,
+    ) -> (Pending, Did) {
+        if let Some(places) = places {
+            match &mut state.spare {
+                Some(spare) => spare.add(places),
+                None => state.spare = Some(places),
+            }
+        }
+        let mut late = Vec::new();
+        let (effects, did) = state.machine.apply(fact);
+        let mut todo: VecDeque<Effect<Run>> = effects.into();
+        // A refused dispatch is a fact of its own; one fact follows another at most once, so this ends.
+        while let Some(effect) = todo.pop_front() {
+            if let Some(next) = self.carry_out(state, effect, &mut late) {
+                let (more, _) = state.machine.apply(next);
+                todo.extend(more);
+            }
+        }
+        if state.machine.current_turn().is_none() {
+            state.spare = None;
+        }
+        self.tell_phase(state);
+        self.changed.notify_all();
+        (Pending(late), did)
+    }
+
+    /// Carries out what had to wait for the unlock.
+    pub fn run(self: &Arc<Self>, pending: Pending) {
+        for late in pending.0 {
+            match late {
+                Late::Reconcile => {
+                    if let Some(registry) = self.context.registry() {
+                        registry.reconcile(self);
+                    }
+                }
+                Late::Start(run, id, resume) => self.start(run, id, resume),
+                Late::LookUp(turn, messages) => {
+                    if let Some(registry) = self.context.registry() {
+                        registry.look_up(self, turn, messages);
+                    }
+                }
+                Late::RetryIn(ms) => {
+                    if let Some(registry) = self.context.registry() {
+                        registry.retry_in(self, ms);
+                    }
+                }
+                Late::Features(said) => self.apply_deltas(&said),
+            }
+        }
+    }
+
+    fn tell_phase(&self, state: &mut State) {
+        let now = (state.machine.phase().kind(), state.machine.queued());
+        if now == state.phase_told {
+            return;
+        }
+        if now.0 != state.phase_told.0 {
+            state.since_ms = clock::now_ms();
+        }
+        state.phase_told = now;
+        // Inside the lock, so that phases are told in their order; listeners of ours would want the lock.
+        self.context.bus.publish_unheard(
+            "chat-phase",
+            &json!({"sessionId": state.id, "phase": now.0.word(), "queued": now.1}),
+        );
+    }
+
+    /// One effect; inside the lock, so nothing here may block. Returns a fact that follows at once.
+    fn carry_out(self: &Arc<Self>, state: &mut State, effect: Effect<Run>, late: &mut Vec<Late>) -> Option<Fact<Run>> {
+        match effect {
+            Effect::WantSlot | Effect::SlotFree => late.push(Late::Reconcile),
+            Effect::Start(run) => late.push(Late::Start(run, state.id.clone(), state.resumable)),
+            Effect::Dispatch { turn, members, attempt } => return self.dispatch(state, turn, &members, attempt),
+            Effect::Send { run, turn, members } => {
+                self.context.turns.begin(&turn);
+                state.said.clear();
+                let (text, images) = inbox::merge(&members);
+                let mut text = with_snapshot(&state.features, &text, members.len() == 1);
+                if let Some(preamble) = &state.preamble {
+                    text = format!("{preamble}\n\n{text}");
+                }
+                state.responses = Responses::default();
+                state.given.clear();
+                // A closed run reports its end; the turn is looked up then.
+                if let Err(e) = run.send_turn(Turn { turn, text, images }) {
+                    log::warn!("session {}: {} takes no turn: {e}", state.id, run.no());
+                }
+            }
+            Effect::AskInterrupt(run) => run.interrupt(),
+            Effect::Close(run) => run.close(),
+            Effect::MarkStopped(turn) => self.owe(state, Unit { changes: vec![Change::Stopped { turn }], events: vec![] }),
+            Effect::LookUp { turn, members } => {
+                late.push(Late::LookUp(turn, members.iter().map(|m| m.uuid.clone()).collect()));
+            }
+            Effect::End { turn, members, how } => self.record_end(state, turn, &members, how, late),
+            Effect::AgentTurnEnded(turn, with_result) => {
+                let event = if with_result {
+                    complete_event(&state.id, &turn, state.end.as_ref())
+                } else {
+                    failed_event(&state.id, &turn, &[], "the agent ended in the middle of a turn of its own", false)
+                };
+                self.context.turns.end(&turn, None);
+                self.owe(state, Unit { changes: vec![], events: vec![event] });
+                if with_result {
+                    late.push(Late::Features(std::mem::take(&mut state.said)));
+                }
+            }
+            Effect::Cleared(messages) => {
+                let uuids: Vec<_> = messages.iter().map(|m| m.uuid.clone()).collect();
+                let event = cleared_event(&state.id, &uuids, "stopped");
+                let mut changes = self.failed_answers(&uuids);
+                changes.push(Change::Clear { messages: uuids, why: "stopped".into() });
+                self.owe(state, Unit { changes, events: vec![event] });
+            }
+            Effect::Failed(messages, error) => {
+                let uuids: Vec<_> = messages.iter().map(|m| m.uuid.clone()).collect();
+                let events = uuids
+                    .first()
+                    .map(|first| failed_event(&state.id, &TurnId::of(first), &uuids, &error, false))
+                    .into_iter()
+                    .collect();
+                let mut changes = vec![Change::Fail { messages: uuids.clone(), error }];
+                changes.extend(self.failed_answers(&uuids));
+                self.owe(state, Unit { changes, events });
+            }
+            Effect::StartFailed { error, will_retry } => {
+                log::warn!("session {}: start failed: {error}{}", state.id, if will_retry { "; will retry" } else { "" });
+                let waiting = state.machine.waiting();
+                if let Some(first) = waiting.first() {
+                    let event = failed_event(&state.id, &TurnId::of(first), &waiting, &error, will_retry);
+                    self.owe(state, Unit { changes: vec![], events: vec![event] });
+                }
+                state.start_error = Some(error);
+            }
+            Effect::RetryIn(ms) => late.push(Late::RetryIn(ms)),
+            Effect::Changed => {}
+            Effect::Bug(bug) => log::error!("session {}: bug contained: {bug}", state.id),
+        }
+        None
+    }
+
+    /// Answers for messages of a thread that will have none from the agent.
+    fn failed_answers(&self, messages: &[MessageUuid]) -> Vec<Change> {
+        match &self.kind {
+            Kind::Chat => Vec::new(),
+            Kind::Thread(_) => messages
+                .iter()
+                .map(|message| Change::ThreadAnswer {
+                    message: message.clone(),
+                    responses_json: "[]".into(),
+                    success: false,
+                })
+                .collect(),
+        }
+    }
+
+    /// A complete response of a thread: told at once, kept for repeats.
+    pub(super) fn give_response(&self, state: &mut State, text: String) {
+        if let Kind::Thread(thread) = &self.kind {
+            let event = KeptEvent {
+                event: "thread-response",
+                data: json!({"thread": thread, "sessionId": state.id, "text": text}),
+            };
+            state.given.push(text);
+            self.owe(state, Unit { changes: vec![], events: vec![event] });
+        }
+    }
+
+    /// Queues a record that must come true; the journal keeps it and tries again.
+    fn owe(&self, state: &mut State, unit: Unit) {
+        let spare = state.spare.as_mut().map(|s| s.take(1)).filter(|p| p.count() == 1);
+        match spare.map_or_else(|| self.context.journal.reserve_for_outcome(1), Ok) {
+            Ok(place) => {
+                let id = state.id.clone();
+                self.context.journal.owe(
+                    unit,
+                    place,
+                    Box::new(move |done| {
+                        if let Err(e) = done {
+                            log::error!("session {id}: a record was given up: {e}");
+                        }
+                    }),
+                );
+            }
+            // Callers reserve before they act, so this is a bug; the ledger still knows the message as undelivered.
+            Err(e) => log::error!("session {}: a record finds no place: {e}", state.id),
+        }
+    }
+
+    fn dispatch(
+        self: &Arc<Self>,
+        state: &mut State,
+        turn: TurnId,
+        members: &[Arc<Message>],
+        attempt: u32,
+    ) -> Option<Fact<Run>> {
+        let refused = Fact::DispatchRefused(turn.clone());
+        let mut places = match self.context.journal.reserve(1 + PLACES_PER_TURN) {
+            Ok(places) => places,
+            Err(e) => {
+                log::warn!("session {}: turn not dispatched: {e}", state.id);
+                return Some(refused);
+            }
+        };
+        let place = places.take(1);
+        state.spare = Some(places);
+        let uuids: Vec<_> = members.iter().map(|m| m.uuid.clone()).collect();
+        let event = KeptEvent {
+            event: "chat-message-dispatched",
+            data: json!({"sessionId": state.id, "turnId": turn, "messageUuids": uuids}),
+        };
+        let change = Change::Dispatch { session: state.id.clone(), turn: turn.clone(), members: uuids, attempt };
+        let session: Weak<Self> = Arc::downgrade(self);
+        self.context.journal.submit(
+            Unit { changes: vec![change], events: vec![event] },
+            place,
+            Box::new(move |done| {
+                let Some(session) = session.upgrade() else { return };
+                match done {
+                    Ok(_) => {
+                        session.apply(Fact::Dispatched(turn));
+                    }
+                    Err(e) => {
+                        log::warn!("turn {turn} not dispatched: {e}");
+                        session.apply(Fact::DispatchRefused(turn));
+                    }
+                }
+            }),
+        );
+        None
+    }
+
+    fn record_end(
+        &self,
+        state: &mut State,
+        turn: TurnId,
+        members: &[Arc<Message>],
+        how: EndHow,
+        late: &mut Vec<Late>,
+    ) {
+        let uuids: Vec<_> = members.iter().map(|m| m.uuid.clone()).collect();
+        let id = state.id.clone();
+        let done = |outcome: &str| Change::Done { turn: turn.clone(), outcome: outcome.into() };
+        let (mut changes, events, error) = match &how {
+            EndHow::Result => {
+                state.resumable = true;
+                let end = state.end.as_ref();
+                let outcome = end.map_or("result", |e| if e.is_error { "error" } else { "success" });
+                let error = end.filter(|e| e.is_error).map(|e| e.errors.join("; "));
+                late.push(Late::Features(std::mem::take(&mut state.said)));
+                // Once a turn, so that the list's order survives a restart.
+                let row = Change::Session(super::registry::row_of(&self.kind, state));
+                (vec![done(outcome), row], vec![complete_event(&id, &turn, end)], error)
+            }
+            EndHow::Recovered => {
+                state.resumable = true;
+                let event = KeptEvent {
+                    event: "chat-complete",
+                    data: json!({"sessionId": id, "turnId": turn, "isError": false, "subtype": "recovered"}),
+                };
+                (vec![done("recovered")], vec![event], None)
+            }
+            EndHow::BrokeOff => {
+                state.resumable = true;
+                let error = "the agent ended before it finished the turn";
+                (vec![done("interrupted")], vec![failed_event(&id, &turn, &uuids, error, false)], Some(error.into()))
+            }
+            EndHow::Again => {
+                let error = "the agent ended before it recorded the turn";
+                let event = failed_event(&id, &turn, &uuids, error, true);
+                (vec![Change::Recall { turn: turn.clone() }], vec![event], Some(error.into()))
+            }
+            EndHow::Split => {
+                let error = "the agent ended again before it recorded the turn; its messages go out one by one";
+                let event = failed_event(&id, &turn, &uuids, error, true);
+                (vec![Change::Split { turn: turn.clone() }], vec![event], Some(error.into()))
+            }
+            EndHow::Cleared => {
+                let error = "stopped before the agent recorded the turn";
+                let events =
+                    vec![failed_event(&id, &turn, &uuids, error, false), cleared_event(&id, &uuids, "stopped")];
+                (vec![Change::Clear { messages: uuids, why: "stopped".into() }], events, Some(error.into()))
+            }
+            EndHow::Failed(error) => (
+                vec![Change::Fail { messages: uuids.clone(), error: error.clone() }],
+                vec![failed_event(&id, &turn, &uuids, error, false)],
+                Some(error.clone()),
+            ),
+        };
+        if let Kind::Thread(_) = &self.kind
+            && !matches!(how, EndHow::Again | EndHow::Split)
+        {
+            let success = how == EndHow::Result && error.is_none();
+            if success {
+                // Told once; a turn that never reached the agent tells it again.
+                state.preamble = None;
+            }
+            changes.extend(members.iter().map(|member| Change::ThreadAnswer {
+                message: member.uuid.clone(),
+                responses_json: json!(state.given).to_string(),
+                success,
+            }));
+        }
+        self.context.turns.end(&turn, error);
+        self.owe(state, Unit { changes, events });
+    }
+
+    fn start(self: &Arc<Self>, run: RunNo, id: SessionId, had_transcript: bool) {
+        let resume = self.context.archive.path_of(&id).is_some();
+        if had_transcript && !resume {
+            let error = Some("the transcript of this conversation is gone, so it cannot be resumed".to_owned());
+            self.apply_reserved(Fact::RunEnded { run, spoke: false, error, hopeless: true });
+            return;
+        }
+        let spec = RunSpec {
+            run,
+            session: id.clone(),
+            resume,
+            program: self.context.program.clone(),
+            box_dir: self.context.config.box_dir.clone(),
+            env: self.context.agent_env.clone(),
+            agent_mark: super::recover::mark(&self.context.config.box_dir, &id),
+        };
+        if let Err(e) = Run::start(spec, Arc::new(Listener::new(self.clone(), run))) {
+            // No thread to be had: as if the agent could not be started.
+            let error = Some(e.text().to_owned());
+            self.apply_reserved(Fact::RunEnded { run, spoke: false, error, hopeless: false });
+        }
+    }
+
+    /// Applies a fact that ends things, with the places its records may need; those of a turn in flight are kept.
+    pub fn apply_reserved(self: &Arc<Self>, fact: Fact<Run>) -> Did {
+        let places = self.context.journal.reserve_for_outcome(PLACES_PER_TURN).ok();
+        self.apply_with(fact, places)
+    }
+
+    fn apply_deltas(self: &Arc<Self>, said: &str) {
+        for (name, value) in super::features::deltas(said) {
+            if let Err(e) = self.set_feature(&name, &value) {
+                log::warn!("session {}: the agent set {name}: {}", self.id(), e.text());
+            }
+        }
+    }
+
+    /// What the transcript says of a turn, in the machine's words.
+    #[must_use]
+    pub fn seen(&self, ids: &[&str]) -> Seen {
+        use crate::archive::Trace;
+        let id = self.id();
+        match self.context.archive.look_up(&id, ids) {
+            Ok(Trace::Recorded { finished: true }) => Seen::Finished,
+            Ok(Trace::Recorded { finished: false }) => Seen::Unfinished,
+            Ok(Trace::NoFile) => Seen::Absent,
+            Ok(Trace::NotRecorded) if self.context.keeps_uuids.load(Ordering::Relaxed) => Seen::Absent,
+            Ok(Trace::NotRecorded) => Seen::Unknowable,
+            Err(e) => {
+                log::warn!("session {id}: transcript not searched: {e}");
+                Seen::Unknowable
+            }
+        }
+    }
+
+    /// Waits until no turn is in flight or being prepared, until `deadline` at most. True if it is idle.
+    #[must_use]
+    pub fn wait_for_idle(&self, deadline: Instant) -> bool {
+        self.wait_until(deadline, |state| !state.machine.is_busy())
+    }
+
+    /// Waits on the condvar of the lock until `met`, until `deadline` at most. True if it is met.
+    pub(super) fn wait_until(&self, deadline: Instant, met: impl Fn(&State) -> bool) -> bool {
+        let _at = crate::threads::doing(crate::threads::Doing::WaitTurn);
+        let mut state = self.state.lock();
+        while !met(&state) {
+            if self.changed.wait_until(&mut state, deadline).timed_out() {
+                return met(&state);
+            }
+        }
+        true
+    }
+
+    /// Places in the journal's queue for a request that will record something.
+    ///
+    /// # Errors
+    /// `cannot_record` when the journal has none to give.
+    pub fn reserve(&self, places: usize) -> Result<Places> {
+        self.context.journal.reserve(places)
+    }
+}
+
+fn complete_event(id: &SessionId, turn: &TurnId, end: Option<&TurnEnd>) -> KeptEvent {
+    let mut data = json!({
+        "sessionId": id,
+        "turnId": turn,
+        "isError": end.is_some_and(|e| e.is_error),
+        "subtype": end.map_or("success", |e| e.subtype.as_str()),
+    });
+    if let Some(end) = end {
+        if !end.errors.is_empty() {
+            data["errors"] = json!(end.errors);
+        }
+        if end.interrupted {
+            data["interrupted"] = json!(true);
+        }
+        if let Some(ms) = end.duration_ms {
+            data["durationMs"] = json!(ms);
+        }
+        if let Some(turns) = end.num_turns {
+            data["numTurns"] = json!(turns);
+        }
+        if let Some(cost) = end.total_cost_usd {
+            data["totalCostUsd"] = json!(cost);
+        }
+    }
+    KeptEvent { event: "chat-complete", data }
+}
+
+fn failed_event(id: &SessionId, turn: &TurnId, messages: &[MessageUuid], error: &str, will_retry: bool) -> KeptEvent {
+    KeptEvent {
+        event: "chat-turn-failed",
+        data: json!({
+            "sessionId": id, "turnId": turn, "messageUuids": messages, "error": error, "willRetry": will_retry,
+        }),
+    }
+}
+
+fn cleared_event(id: &SessionId, messages: &[MessageUuid], why: &str) -> KeptEvent {
+    KeptEvent { event: "chat-queue-cleared", data: json!({"sessionId": id, "messageUuids": messages, "why": why}) }
+}

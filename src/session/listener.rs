@@ -1,0 +1,195 @@
+//! What a run tells its session: facts to the machine, frames to the bus, the durability gate.
+//! Leaves the process and its protocol to `agent`. Runs on the run's own thread. Rule a change could break: whatever
+//! happened before, `ended` reaches the machine once, and a report carries its run's number so that an old one is ignored.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+
+use super::engine::{Kind, Session};
+use crate::agent::{Run, RunEnd, RunFact, RunListener, TurnEnd};
+use crate::archive::TailWatch;
+use crate::error::{Code, Result};
+use crate::ids::{RunNo, SessionId};
+use crate::journal::{Change, Unit};
+use crate::lifecycle::machine::Fact;
+use crate::sync::Mutex;
+
+/// Longest the prepare hook may take before it is ended and the start goes on.
+const PREPARE_LIMIT: Duration = Duration::from_secs(60);
+/// State key: an agent of this box was seen to keep our uuids.
+pub const KEEPS_UUIDS_KEY: &str = "agent-keeps-uuids";
+
+/// The ear of one run.
+pub struct Listener {
+    session: Arc<Session>,
+    run: RunNo,
+    watch: Mutex<Option<TailWatch>>,
+    active_file: Mutex<Option<PathBuf>>,
+}
+
+impl Listener {
+    /// An ear for the run of this number.
+    #[must_use]
+    pub fn new(session: Arc<Session>, run: RunNo) -> Self {
+        Self { session, run, watch: Mutex::new(None), active_file: Mutex::new(None) }
+    }
+
+    fn record(&self, change: Change) {
+        if let Ok(place) = self.session.reserve(1) {
+            self.session.context.journal.owe(Unit { changes: vec![change], events: vec![] }, place, Box::new(|_| ()));
+        }
+    }
+
+    fn release_active_file(&self) {
+        if let Some(path) = self.active_file.lock().take() {
+            // Gone already is as good.
+            let _ = std::fs::remove_file(path);
+        }
+    }
+
+    fn run_prepare_hook(&self, id: &SessionId) {
+        let context = &self.session.context;
+        let Some(command) = &context.config.prepare else { return };
+        match crate::agent::hook::run(command, &context.config.box_dir, Instant::now() + PREPARE_LIMIT) {
+            Ok(()) => {}
+            Err(e) => log::warn!("session {id}: prepare hook: {e}"),
+        }
+    }
+
+    fn follow(&self, id: SessionId, cleared: bool) {
+        // The new file may hold lines of this turn already, so it is read from its start.
+        *self.watch.lock() = Some(self.session.context.archive.watch_from_start(&id));
+        if let Some(registry) = self.session.context.registry() {
+            registry.rename(&self.session, &id, cleared);
+        }
+    }
+}
+
+impl RunListener for Listener {
+    fn prepare(&self, _run: RunNo) -> Result<()> {
+        let context = &self.session.context;
+        let id = self.session.id();
+        context.leftovers.end(&context.config.box_dir, &id);
+        let path = context.config.state_dir().join(format!("chat-active-{id}"));
+        match std::fs::write(&path, format!("{}\n", std::process::id())) {
+            Ok(()) => *self.active_file.lock() = Some(path),
+            Err(e) => log::warn!("session {id}: {}: {e}", path.display()),
+        }
+        self.run_prepare_hook(&id);
+        *self.watch.lock() = Some(context.archive.watch(&id));
+        Ok(())
+    }
+
+    fn started(&self, run: &Run, pid: u32, start_time: u64) {
+        self.record(Change::Agent { session: self.session.id(), pid, start_time });
+        {
+            self.session.state().start_error = None;
+        }
+        self.session.apply(Fact::Started(run.clone()));
+    }
+
+    fn fact(&self, run: RunNo, fact: RunFact) {
+        let session = &self.session;
+        match fact {
+            RunFact::Spoke => {
+                session.apply(Fact::Spoke(run));
+            }
+            RunFact::AgentTurnBegan { turn } => {
+                session.context.turns.begin(&turn);
+                session.apply_reserved(Fact::AgentTurnBegan(run, turn));
+            }
+            RunFact::Frame { turn, msg } => {
+                let raw = match serde_json::value::to_raw_value(&msg) {
+                    Ok(raw) => Arc::<serde_json::value::RawValue>::from(raw),
+                    Err(e) => {
+                        log::error!("session {}: frame dropped: {e}", session.id());
+                        return;
+                    }
+                };
+                let seq = session.context.turns.push(&turn, raw.clone());
+                let texts = msg.answer_texts();
+                let id = {
+                    let mut state = session.state();
+                    for text in texts {
+                        state.said.push_str(&text);
+                    }
+                    if let Kind::Thread(_) = &session.kind {
+                        for response in state.responses.hear(&msg) {
+                            session.give_response(&mut state, response);
+                        }
+                    }
+                    state.id.clone()
+                };
+                session.context.bus.publish("chat-turn", &ChatTurn { session_id: &id, turn_id: &turn, seq, msg: &raw });
+            }
+            RunFact::Task(task) => {
+                let id = {
+                    let mut state = session.state();
+                    if let Some(task_id) = task["taskId"].as_str() {
+                        if task["settled"].as_bool() == Some(true) {
+                            state.tasks.remove(task_id);
+                        } else {
+                            state.tasks.insert(task_id.to_owned());
+                        }
+                    }
+                    state.id.clone()
+                };
+                session.context.bus.publish("chat-task", &json!({"sessionId": id, "task": task}));
+            }
+            RunFact::SessionId { id, cleared } => self.follow(id, cleared),
+            RunFact::Unknown { kind, count } => {
+                let id = session.id();
+                if count == 1 {
+                    log::warn!("session {id}: the agent sent a message of unknown type {kind}");
+                }
+                session
+                    .context
+                    .bus
+                    .publish("unknown-message", &json!({"sessionId": id, "type": kind, "count": count}));
+            }
+            RunFact::TurnEnded(end) => session.apply_end(run, end),
+            RunFact::InterruptTimedOut => {
+                session.apply_reserved(Fact::InterruptTimedOut(run));
+            }
+        }
+    }
+
+    fn is_durable(&self, _run: RunNo, end: &TurnEnd) -> bool {
+        let context = &self.session.context;
+        let own = (end.ours && !end.had_it_already).then_some(end.turn.as_str());
+        let mut wanted: Vec<&str> = own.into_iter().collect();
+        wanted.extend(end.last_assistant_uuid.as_deref());
+        let mut watch = self.watch.lock();
+        let Some(watch) = watch.as_mut() else { return true };
+        if wanted.is_empty() || !watch.has_all(&wanted) {
+            return wanted.is_empty();
+        }
+        if own.is_some() && !context.keeps_uuids.swap(true, Ordering::Relaxed) {
+            self.record(Change::SetState { key: KEEPS_UUIDS_KEY.into(), value: "true".into() });
+        }
+        true
+    }
+
+    fn ended(&self, end: RunEnd) {
+        self.release_active_file();
+        self.record(Change::AgentGone { session: self.session.id() });
+        let hopeless = end.start_error.as_ref().is_some_and(|e| e.code() == Code::SessionGone);
+        let error = end.start_error.map(|e| e.text().to_owned()).or_else(|| {
+            (!end.spoke && !end.asked).then(|| format!("the agent ended before it said anything ({})", end.exit))
+        });
+        self.session.apply_reserved(Fact::RunEnded { run: self.run, spoke: end.spoke, error, hopeless });
+    }
+}
+
+#[derive(serde::Serialize)]
+#[serde(rename_all = "camelCase")]
+struct ChatTurn<'a> {
+    session_id: &'a SessionId,
+    turn_id: &'a crate::ids::TurnId,
+    seq: u64,
+    msg: &'a serde_json::value::RawValue,
+}
