@@ -753,7 +753,6 @@ fn sweep_leftovers(context: &Context) {
 }
 
 fn look_up(job: &LookUp) {
-    let context = &job.session.context;
     let id = job.session.id();
     let ids: Vec<&str> =
         std::iter::once(job.turn.as_str()).chain(job.messages.iter().map(MessageUuid::as_str)).collect();
