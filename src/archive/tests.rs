@@ -1,3 +1,5 @@
+//! Files of transcripts as they grow, are replaced, shared and torn.
+
 use std::fs::{self, OpenOptions};
 use std::io::{Read, Write};
 use std::path::PathBuf;
