@@ -23,12 +23,7 @@ struct Flags {
     /// A scenario file, or the name of a standing one: one-phone, family, watchers, senders, archive, streams, bad-day
     scenario: String,
     /// The running server to load
-    #[arg(
-        long,
-        value_name = "ADDR",
-        default_value = "127.0.0.1:7717",
-        conflicts_with = "spawn"
-    )]
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:7717", conflicts_with = "spawn")]
     addr: SocketAddr,
     /// Process id of the running server, for its figures
     #[arg(long, conflicts_with = "spawn")]
@@ -46,12 +41,7 @@ struct Flags {
     #[arg(long = "box", value_name = "DIR", requires = "spawn")]
     box_dir: Option<PathBuf>,
     /// One more flag for the started server; may be given again
-    #[arg(
-        long,
-        value_name = "FLAG",
-        requires = "spawn",
-        allow_hyphen_values = true
-    )]
+    #[arg(long, value_name = "FLAG", requires = "spawn", allow_hyphen_values = true)]
     server_arg: Vec<String>,
     /// Kill servers and agents as the scenario says
     #[arg(long, requires = "spawn")]
@@ -91,16 +81,14 @@ fn main() -> ExitCode {
 }
 
 fn load(flags: Flags) -> io::Result<bool> {
-    let standing = Scenario::STANDING
-        .iter()
-        .find(|(name, _)| *name == flags.scenario);
+    let standing = Scenario::STANDING.iter().find(|(name, _)| *name == flags.scenario);
     let text = match standing {
         Some((_, text)) => (*text).to_owned(),
         None => std::fs::read_to_string(&flags.scenario)
             .map_err(|e| io::Error::new(e.kind(), format!("scenario {}: {e}", flags.scenario)))?,
     };
-    let mut scenario = Scenario::parse(&text)
-        .map_err(|e| io::Error::other(format!("scenario {}: {e}", flags.scenario)))?;
+    let mut scenario =
+        Scenario::parse(&text).map_err(|e| io::Error::other(format!("scenario {}: {e}", flags.scenario)))?;
     scenario.duration_s = flags.duration.unwrap_or(scenario.duration_s);
     scenario.seed = flags.seed.unwrap_or(scenario.seed);
     let times = |n: usize| (n as f64 * flags.scale).round() as usize;
@@ -132,20 +120,10 @@ fn load(flags: Flags) -> io::Result<bool> {
         options.args = flags.server_arg;
         Target::Spawn(options)
     } else {
-        Target::Running {
-            addr: flags.addr,
-            pid: flags.pid,
-            agent_home: flags.agent_home,
-        }
+        Target::Running { addr: flags.addr, pid: flags.pid, agent_home: flags.agent_home }
     };
     let progress = if flags.quiet { |_: &str| {} } else { say };
-    let outcome = run::run(RunOptions {
-        scenario,
-        target,
-        chaos: flags.chaos,
-        bearer,
-        progress,
-    })?;
+    let outcome = run::run(RunOptions { scenario, target, chaos: flags.chaos, bearer, progress })?;
 
     io::stdout().write_all(report::text(&outcome).as_bytes())?;
     if let Some(file) = &flags.json {
@@ -160,12 +138,7 @@ fn load(flags: Flags) -> io::Result<bool> {
         } else {
             let log = dir.join("server.log");
             std::fs::write(&log, &outcome.stderr)?;
-            writeln!(
-                io::stderr(),
-                "the box is kept: {} (its stderr: {})",
-                dir.display(),
-                log.display()
-            )?;
+            writeln!(io::stderr(), "the box is kept: {} (its stderr: {})", dir.display(), log.display())?;
         }
     }
     Ok(outcome.is_good())
