@@ -46,6 +46,9 @@ struct Flags {
     /// Kill servers and agents as the scenario says
     #[arg(long, requires = "spawn")]
     chaos: bool,
+    /// Arm a fault inside the started server (NAME:N, NAME=delay:MS); given again, for its next life
+    #[arg(long, value_name = "FAULT", requires = "spawn")]
+    fault: Vec<String>,
     /// Instead of the scenario's own
     #[arg(long, value_name = "S")]
     duration: Option<f64>,
@@ -123,7 +126,7 @@ fn load(flags: Flags) -> io::Result<bool> {
         Target::Running { addr: flags.addr, pid: flags.pid, agent_home: flags.agent_home }
     };
     let progress = if flags.quiet { |_: &str| {} } else { say };
-    let outcome = run::run(RunOptions { scenario, target, chaos: flags.chaos, bearer, progress })?;
+    let outcome = run::run(RunOptions { scenario, target, chaos: flags.chaos, faults: flags.fault, bearer, progress })?;
 
     io::stdout().write_all(report::text(&outcome).as_bytes())?;
     if let Some(file) = &flags.json {
