@@ -15,7 +15,7 @@ use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
 use rustix::net::{SocketAddrAny, SocketFlags};
 
-use super::client::{Client, Flush, Got, Peer, Phase, WAIT, WORK, receive};
+use super::client::{BULK, Client, Flush, Got, LANES, Peer, Phase, WAIT, WORK, receive};
 use super::limits::Limits;
 use super::metrics::{Gauges, Metrics, count};
 use super::notes::{Note, Notes};
@@ -43,6 +43,9 @@ const REFUSALS_MAX: usize = 128;
 const BUFFERS_MAX: usize = 64;
 /// A buffer that grew beyond this is not kept.
 const BUFFER_BYTES_MAX: usize = 64 * 1024;
+
+/// Timers look at their client at least so often: those of clients long gone must not pile up.
+const TIMER_MAX: Duration = Duration::from_secs(15);
 
 const KIND_CLIENT: u64 = 0;
 const KIND_UPSTREAM: u64 = 1 << 56;
@@ -82,7 +85,7 @@ pub(super) struct Parts {
     pub guard: Guard,
     pub listens_everywhere: bool,
     pub limits: Limits,
-    pub lane_max: [usize; 2],
+    pub lane_max: [usize; LANES],
     pub pool: Place,
     pub state_dir: PathBuf,
     pub metrics: Arc<Metrics>,
@@ -99,9 +102,11 @@ pub(super) struct Core {
     pub clients: Slab<Client>,
     pub upstreams: Slab<Upstream>,
     pub idle: Vec<Key>,
-    pub queues: [VecDeque<Key>; 2],
-    pub queued: [usize; 2],
-    pub in_flight: [usize; 2],
+    pub queues: [VecDeque<Key>; LANES],
+    pub queued: [usize; LANES],
+    pub in_flight: [usize; LANES],
+    /// Whose turn it is among the lanes that share the ordinary workers.
+    pub bulk_first: bool,
     pub opening: bool,
     pub open_again_at: Option<Instant>,
     timers: BinaryHeap<Reverse<(Instant, Key)>>,
@@ -137,9 +142,10 @@ impl Core {
             clients: Slab::new(),
             upstreams: Slab::new(),
             idle: Vec::new(),
-            queues: [VecDeque::new(), VecDeque::new()],
-            queued: [0; 2],
-            in_flight: [0; 2],
+            queues: [const { VecDeque::new() }; LANES],
+            queued: [0; LANES],
+            in_flight: [0; LANES],
+            bulk_first: false,
             opening: false,
             open_again_at: None,
             timers: BinaryHeap::new(),
@@ -494,6 +500,9 @@ impl Core {
             Got::Some(n) => {
                 // A short read emptied the socket, unless the peer's end is still to be read.
                 client.readable = n == self.scratch.len() || client.half_closed;
+                // What was used goes first, or a pipeline that never ends would never be let go of.
+                client.inbuf.drain(..client.inbuf_at);
+                client.inbuf_at = 0;
                 client.inbuf.extend_from_slice(&self.scratch[..n]);
                 None
             }
@@ -535,9 +544,10 @@ impl Core {
             return;
         };
         client.deadline = deadline;
-        if client.timer_at.is_none_or(|at| deadline < at) {
-            client.timer_at = Some(deadline);
-            self.timers.push(Reverse((deadline, key)));
+        let at = deadline.min(self.now + TIMER_MAX);
+        if client.timer_at.is_none_or(|earlier| at < earlier) {
+            client.timer_at = Some(at);
+            self.timers.push(Reverse((at, key)));
         }
     }
 
@@ -686,6 +696,7 @@ impl Core {
         let mut g = Gauges {
             queue_work: self.queued[WORK] as u64,
             queue_wait: self.queued[WAIT] as u64,
+            queue_bulk: self.queued[BULK] as u64,
             upstreams: self.upstreams.len() as u64,
             overdue_now: self.overdue_now as u64,
             spool_bytes: self.spool_bytes,

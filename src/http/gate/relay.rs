@@ -10,7 +10,9 @@ use std::time::Duration;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::body::{Store, unlinked_file};
-use super::client::{Client, Got, Phase, Sent, Spill, Target, WAIT, WORK, receive, send};
+use super::client::{
+    BULK, Client, Got, LANES, Phase, Sent, Spill, Target, WAIT, WORK, receive, send,
+};
 use super::core::{Again, Core, Step};
 use super::metrics::count;
 use super::slab::Key;
@@ -20,6 +22,8 @@ use crate::http::server::{PROBE_PATH, UPSTREAM_FIELD};
 
 /// Steps that one upstream makes before the others get their turn.
 const STEPS_MAX: usize = 8;
+/// How often to look whether others wait for a worker that waits for a reader.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
 /// How long to wait after the pool could not be reached.
 const OPEN_AGAIN: Duration = Duration::from_millis(50);
 
@@ -30,8 +34,7 @@ impl Core {
     pub fn want_upstreams(&mut self) {
         let most = self.parts.lane_max[WORK] + self.parts.lane_max[WAIT];
         let here = self.upstreams.len();
-        let waiting = (0..2)
-            .any(|lane| self.queued[lane] > 0 && self.in_flight[lane] < self.parts.lane_max[lane]);
+        let waiting = (0..LANES).any(|lane| self.queued[lane] > 0 && self.has_room(lane));
         let needed =
             here < self.parts.lane_max[WORK] || here < most && waiting && self.idle.is_empty();
         if self.opening || self.open_again_at.is_some() || !needed {
@@ -93,17 +96,35 @@ impl Core {
 
     /// Hands waiting requests to free upstreams.
     pub fn dispatch(&mut self) {
-        for lane in [WORK, WAIT] {
-            while self.queued[lane] > 0 && self.in_flight[lane] < self.parts.lane_max[lane] {
-                let Some(upstream) = self.idle.pop() else {
-                    return self.want_upstreams();
-                };
-                if !self.hand_next(lane, upstream) {
-                    self.idle.push(upstream);
-                    break;
-                }
+        while let Some(lane) = self.next_lane() {
+            let Some(upstream) = self.idle.pop() else {
+                return self.want_upstreams();
+            };
+            if self.hand_next(lane, upstream) {
+                self.bulk_first = lane == WORK;
+            } else {
+                self.idle.push(upstream);
             }
         }
+    }
+
+    /// The lane whose oldest request goes next: the two that share workers take turns, so that neither starves.
+    fn next_lane(&self) -> Option<usize> {
+        let order = if self.bulk_first {
+            [BULK, WORK, WAIT]
+        } else {
+            [WORK, BULK, WAIT]
+        };
+        order
+            .into_iter()
+            .find(|lane| self.queued[*lane] > 0 && self.has_room(*lane))
+    }
+
+    /// True when one more request of the lane may be in flight.
+    pub fn has_room(&self, lane: usize) -> bool {
+        let ordinary = self.in_flight[WORK] + self.in_flight[BULK];
+        self.in_flight[lane] < self.parts.lane_max[lane]
+            && (lane == WAIT || ordinary < self.parts.lane_max[WORK])
     }
 
     fn hand_next(&mut self, lane: usize, upstream: Key) -> bool {
@@ -281,8 +302,8 @@ impl Core {
 
     /// True when the client has enough to take first; notes since when its upstream waits.
     fn is_full(&mut self, key: Key) -> bool {
+        let patience = self.now + self.patience();
         let limits = &self.parts.limits;
-        let stall = self.now + limits.reader_stall;
         let Some(client) = self.clients.get_mut(key) else {
             return false;
         };
@@ -295,9 +316,16 @@ impl Core {
         }
         if job.blocked_since.is_none() {
             job.blocked_since = Some(self.now);
-            self.arm(key, stall);
+            self.arm(key, patience);
         }
         true
+    }
+
+    /// How long a worker may wait for a reader: the shorter, the more others wait for that worker. A crowd of readers
+    /// that take nothing is so gone through in about a second, however large it is.
+    fn patience(&self) -> Duration {
+        let others: usize = self.queued.iter().sum();
+        self.parts.limits.reader_stall / u32::try_from(1 + others).unwrap_or(u32::MAX)
     }
 
     fn take_answer(&mut self, key: Key, bytes: &[u8]) -> Result<Taken, &'static str> {
@@ -430,7 +458,8 @@ impl Core {
     }
 
     fn spill(&mut self, key: Key, bytes: &[u8]) -> Result<(), ()> {
-        if self.spool_bytes + bytes.len() as u64 > self.parts.limits.spool_bytes_max {
+        // Half of the room is kept for bodies: readers that take nothing must not stop people from sending photos.
+        if self.spool_bytes + bytes.len() as u64 > self.parts.limits.spool_bytes_max / 2 {
             return Err(());
         }
         let Some(client) = self.clients.get_mut(key) else {
@@ -488,7 +517,7 @@ impl Core {
         if let Some(client) = client {
             self.settle(client);
         }
-        if self.queued[WORK] + self.queued[WAIT] > 0 {
+        if self.queued != [0; LANES] {
             self.dispatch();
         }
     }
@@ -558,12 +587,9 @@ impl Core {
 
     /// The client's patience with a worker ended.
     pub fn time_out_served(&mut self, key: Key, upstream_key: Key) {
-        let (now, reader_time, stall) = (
-            self.now,
-            self.parts.limits.reader_time,
-            self.parts.limits.reader_stall,
-        );
-        let others_wait = self.queued[WORK] + self.queued[WAIT] > 0;
+        let (now, reader_time, patience) =
+            (self.now, self.parts.limits.reader_time, self.patience());
+        let others_wait = self.queued != [0; LANES];
         let Some(client) = self.clients.get_mut(key) else {
             return;
         };
@@ -576,12 +602,14 @@ impl Core {
                 self.close_client(key);
             } else if others_wait
                 && !job.spilling
-                && job.blocked_since.is_some_and(|since| since + stall <= now)
+                && job
+                    .blocked_since
+                    .is_some_and(|since| since + patience <= now)
             {
                 self.start_spilling(key);
             } else {
                 let until = job.progress + reader_time;
-                let soon = now + stall / 2;
+                let soon = now + LOOK_AGAIN;
                 let waits = job.blocked_since.is_some() && !job.spilling;
                 self.arm(key, if waits { until.min(soon) } else { until });
             }

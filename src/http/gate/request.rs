@@ -4,7 +4,7 @@
 //! unread closes its connection; every request is counted and logged once, without a secret.
 
 use super::body::{Chunks, Store};
-use super::client::{BodyIn, Job, Peer, Phase, Target, WAIT, WORK};
+use super::client::{BULK, BodyIn, Job, Peer, Phase, Target, WAIT, WORK};
 use super::core::{Core, Step};
 use super::head::{self, Framing, Head, Scan};
 use super::limits::LOGIN_BYTES_MAX;
@@ -70,18 +70,23 @@ impl Core {
             return Step::Wait;
         };
         let was_empty = client.unread().is_empty();
-        let fresh = client.inbuf_at == 0;
         if let Some(step) = self.fill(key) {
             return step;
         }
-        if was_empty && fresh {
+        if was_empty {
             // Most requests come whole: their head needs no timer.
             if let Some(step) = self.try_head(key) {
                 return step;
             }
-            let deadline = self.now + self.parts.limits.head_time;
-            self.arm(key, deadline);
-            return Step::More;
+            // Empty lines alone begin nothing, and buy no time.
+            let begun = self
+                .clients
+                .get_mut(key)
+                .is_some_and(|c| !c.unread().is_empty());
+            if begun {
+                let deadline = self.now + self.parts.limits.head_time;
+                self.arm(key, deadline);
+            }
         }
         Step::More
     }
@@ -245,13 +250,17 @@ impl Core {
                 Plan::Own(route)
             }),
             Lane::Push => plan_push(head),
-            lane @ (Lane::Work | Lane::Wait) => {
+            lane @ (Lane::Work | Lane::Wait | Lane::Bulk) => {
                 let wait_ms = if let Route::Turns { wait_ms, .. } = route {
                     wait_ms
                 } else {
                     0
                 };
-                let lane = if lane == Lane::Wait { WAIT } else { WORK };
+                let lane = match lane {
+                    Lane::Wait => WAIT,
+                    Lane::Bulk => BULK,
+                    Lane::Work | Lane::Local | Lane::Push => WORK,
+                };
                 Ok(Plan::Pool {
                     lane,
                     upstream_head: upstream_head(head, class),
@@ -452,7 +461,7 @@ impl Core {
             }
             Target::Pool(lane) => {
                 let class = job.class;
-                if self.queued[lane] == 0 && self.in_flight[lane] < self.parts.lane_max[lane] {
+                if self.queued[lane] == 0 && self.has_room(lane) {
                     if let Some(upstream) = self.idle.pop() {
                         self.hand(key, lane, upstream);
                         return Step::Wait;
