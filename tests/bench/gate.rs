@@ -37,7 +37,10 @@ fn main() {
         .collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     match args.as_slice() {
-        ["serve-gate", workers] => serve_gate(workers.parse().unwrap()),
+        ["serve-gate", workers] => serve_gate(workers.parse().unwrap(), None),
+        ["serve-gate", workers, waiting] => {
+            serve_gate(workers.parse().unwrap(), waiting.parse().ok())
+        }
         ["serve-bare"] => serve_bare(),
         ["load", address, path, connections, seconds] => {
             let load = load(
@@ -109,10 +112,11 @@ impl Local for Fixed {
     }
 }
 
-fn serve_gate(workers: usize) {
+fn serve_gate(workers: usize, waiting: Option<usize>) {
     let dir = tempfile::tempdir().unwrap();
     let notes = Notes::new().unwrap();
-    let limits = Limits::default();
+    let mut limits = Limits::default();
+    limits.waiting_max = waiting.unwrap_or(limits.waiting_max);
     let socket = dir.path().join("http.sock");
     let config = ServerConfig {
         socket: socket.clone(),

@@ -119,6 +119,7 @@ pub(super) struct Core {
     pub draining: Option<Instant>,
     per_address: HashMap<IpAddr, usize>,
     pub spool_bytes: u64,
+    pub spilled_bytes: u64,
     pub body_bytes: usize,
     pub overdue_now: usize,
 }
@@ -158,6 +159,7 @@ impl Core {
             draining: None,
             per_address: HashMap::new(),
             spool_bytes: 0,
+            spilled_bytes: 0,
             body_bytes: 0,
             overdue_now: 0,
         };
@@ -606,6 +608,7 @@ impl Core {
         }
         if let Some(spill) = client.spill.take() {
             self.spool_bytes -= spill.bytes();
+            self.spilled_bytes -= spill.bytes();
         }
         if let Phase::Served(upstream) = client.phase
             && let Some(upstream) = self.upstreams.get_mut(upstream)

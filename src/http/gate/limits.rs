@@ -41,6 +41,8 @@ pub struct Limits {
     /// Bytes of bodies and answers in unlinked files over all connections: forty sends with all the photos they may
     /// have, and little enough that the kernel takes it in without making us wait for the disk.
     pub spool_bytes_max: u64,
+    /// Of these, bytes of answers: a hundred photos; the reader that would need more is sent away.
+    pub spool_answers_max: u64,
     /// Answer bytes kept for a client that reads slower than a worker writes, before the worker has to wait.
     pub answer_memory_max: usize,
     /// Waiting-lane requests in flight: each holds a worker of its own.
@@ -77,6 +79,7 @@ impl Default for Limits {
             body_memory_max: 64 * 1024,
             bodies_memory_max: 64 * 1024 * 1024,
             spool_bytes_max: 1024 * 1024 * 1024,
+            spool_answers_max: 128 * 1024 * 1024,
             answer_memory_max: 64 * 1024,
             waiting_max: 16,
             linger_time: Duration::from_secs(2),

@@ -21,7 +21,7 @@ use crate::error::{Code, Error};
 use crate::http::server::{PROBE_PATH, UPSTREAM_FIELD};
 
 /// Steps that one upstream makes before the others get their turn.
-const STEPS_MAX: usize = 8;
+const STEPS_MAX: usize = 2;
 /// How often to look whether others wait for a worker that waits for a reader.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 /// How long to wait after the pool could not be reached.
@@ -458,8 +458,10 @@ impl Core {
     }
 
     fn spill(&mut self, key: Key, bytes: &[u8]) -> Result<(), ()> {
-        // Half of the room is kept for bodies: readers that take nothing must not stop people from sending photos.
-        if self.spool_bytes + bytes.len() as u64 > self.parts.limits.spool_bytes_max / 2 {
+        let more = bytes.len() as u64;
+        let (all, answers) = (self.spool_bytes + more, self.spilled_bytes + more);
+        let limits = &self.parts.limits;
+        if all > limits.spool_bytes_max || answers > limits.spool_answers_max {
             return Err(());
         }
         let Some(client) = self.clients.get_mut(key) else {
@@ -471,7 +473,8 @@ impl Core {
         }
         if let Some(spill) = client.spill.as_mut() {
             spill.append(bytes).map_err(|_| ())?;
-            self.spool_bytes += bytes.len() as u64;
+            self.spool_bytes += more;
+            self.spilled_bytes += more;
         }
         Ok(())
     }

@@ -672,6 +672,7 @@ impl Core {
             client.inbuf_at = 0;
         }
         self.spool_bytes -= spilled;
+        self.spilled_bytes -= spilled;
         if let Some(job) = job {
             self.forget_body(&job.body);
             self.record(&job, job.status, peer);
