@@ -42,12 +42,12 @@ fn main() {
             serve_gate(workers.parse().unwrap(), waiting.parse().ok())
         }
         ["serve-bare"] => serve_bare(),
-        ["load", address, path, connections, seconds] => {
+        ["load", address, path, connections, ms] => {
             let load = load(
                 address.parse().unwrap(),
                 path,
                 connections.parse().unwrap(),
-                seconds.parse().unwrap(),
+                ms.parse().unwrap(),
             );
             println!("{}", load.line());
         }
@@ -290,7 +290,7 @@ struct Wire {
 
 /// A closed loop over keep-alive connections on one thread, as wrk does it. Connections are opened one after another,
 /// each with a first request, so that a server that strands bursts can be measured too.
-fn load(address: SocketAddr, path: &str, connections: usize, seconds: u64) -> Load {
+fn load(address: SocketAddr, path: &str, connections: usize, ms: u64) -> Load {
     let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n");
     let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
     let mut wires = Vec::new();
@@ -329,7 +329,7 @@ fn load(address: SocketAddr, path: &str, connections: usize, seconds: u64) -> Lo
         });
     }
     let started = Instant::now();
-    let until = started + Duration::from_secs(seconds);
+    let until = started + Duration::from_millis(ms);
     for wire in &mut wires {
         wire.sent = Instant::now();
         wire.stream.write_all(request.as_bytes()).unwrap();
@@ -401,13 +401,13 @@ fn whole_length(bytes: &[u8]) -> usize {
     head + length.expect("a length")
 }
 
-fn run_load(address: SocketAddr, path: &str, connections: usize, seconds: u64) -> Load {
+fn run_load(address: SocketAddr, path: &str, connections: usize, ms: u64) -> Load {
     let out = me(&[
         "load",
         &address.to_string(),
         path,
         &connections.to_string(),
-        &seconds.to_string(),
+        &ms.to_string(),
     ])
     .output()
     .unwrap();
@@ -565,20 +565,32 @@ fn report(rounds: usize, seconds: u64) {
         peer.as_ref().map(|p| (p, "/")),
     ];
     let mut table: [[Figure; ROWS.len()]; 3] = Default::default();
+    let ms = seconds * 1000;
     for _ in 0..rounds {
+        // Short windows in turn: the shorter, the likelier that one of them falls between the neighbours' work.
+        for _ in 0..4 {
+            for (at, server) in servers.iter().enumerate() {
+                let Some((server, path)) = server else {
+                    continue;
+                };
+                let many = run_load(server.address, path, 64, ms / 4);
+                if many.stranded > 0 {
+                    println!(
+                        "(server {at}: {} of 64 connections were never answered)",
+                        many.stranded
+                    );
+                }
+                table[at][0].0.push(many.per_second);
+                table[at][1].0.push(many.p99_us as f64);
+                table[at][4]
+                    .0
+                    .push(run_load(server.address, path, 1, ms / 10).p50_us as f64);
+            }
+        }
         for (at, server) in servers.iter().enumerate() {
             let Some((server, path)) = server else {
                 continue;
             };
-            let many = run_load(server.address, path, 64, seconds);
-            if many.stranded > 0 {
-                println!(
-                    "(server {at}: {} of 64 connections were never answered)",
-                    many.stranded
-                );
-            }
-            table[at][0].0.push(many.per_second);
-            table[at][1].0.push(many.p99_us as f64);
             // Bare tiny_http strands most of wrk's burst of connections, so that its figure would mean nothing.
             if at != 1
                 && let Some((per_second, p99)) = run_wrk(server.address, path, 64, seconds)
@@ -586,13 +598,10 @@ fn report(rounds: usize, seconds: u64) {
                 table[at][2].0.push(per_second);
                 table[at][3].0.push(p99 as f64);
             }
-            table[at][4]
-                .0
-                .push(run_load(server.address, path, 1, seconds).p50_us as f64);
             if at != 2 {
                 table[at][5]
                     .0
-                    .push(run_load(server.address, LARGE, 1, seconds).p99_us as f64);
+                    .push(run_load(server.address, LARGE, 1, ms / 2).p99_us as f64);
             }
         }
     }
@@ -664,7 +673,7 @@ fn crowd(ours: &Running, name: &str, role: &[&str], rounds: usize, seconds: u64,
         let mut calm = Figure::default();
         for _ in 0..count {
             calm.0
-                .push(run_load(ours.address, SMALL, 16, seconds).p99_us as f64);
+                .push(run_load(ours.address, SMALL, 16, seconds * 500).p99_us as f64);
         }
         calm
     };
@@ -676,7 +685,7 @@ fn crowd(ours: &Running, name: &str, role: &[&str], rounds: usize, seconds: u64,
         .spawn()
         .unwrap();
     let held = first_line(&mut crowd);
-    let arriving = run_load(ours.address, SMALL, 16, seconds).p99_us;
+    let arriving = run_load(ours.address, SMALL, 16, seconds * 1000).p99_us;
     let beside = p99s(rounds);
     let (threads_then, rss_then) = (ours.threads(), ours.rss_kib());
     println!(

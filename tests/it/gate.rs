@@ -1994,7 +1994,7 @@ fn a_pool_that_breaks_its_word_costs_its_connection_and_never_another_answer() {
             );
         }
         assert_eq!(played.asked().len(), 1, "{what}");
-        let mut next = played.wire(&[good.clone()]);
+        let mut next = played.wire(std::slice::from_ref(&good));
         assert_eq!(
             next.get("/api/chat/sessions").text(),
             "0123456789",
@@ -2010,7 +2010,7 @@ fn a_get_without_a_byte_of_answer_is_sent_once_more_and_a_post_never() {
     let mut wire = played.wire(&[dead.clone(), good.clone()]);
     assert_eq!(wire.get("/api/chat/sessions").text(), "0123456789");
     assert_eq!(played.asked().len(), 2);
-    let mut wire = played.wire(&[dead.clone()]);
+    let mut wire = played.wire(std::slice::from_ref(&dead));
     assert_eq!(wire.get("/api/chat/sessions").status, 500);
     assert_eq!(played.asked().len(), 2);
     let mut wire = played.wire(&[dead, good]);

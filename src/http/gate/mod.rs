@@ -1,25 +1,31 @@
 //! The gate: owns the port, vets every request, and lets only whole vetted ones through to the pool.
 //!
 //! Reading order: `limits` (what anything may cost), `head` and `body` (pure reading), `client` and `upstream` (state of
-//! a connection), `core` (the loop), `request` (from bytes to a decision), `relay` (upstreams at work). It is one thread,
+//! a connection), `core` (the loop), `accept` and `drive` (clients), `vet`, `request` and `own` (from bytes to a decision
+//! and an answer), `pool` and `relay` (upstreams at work). It is one thread,
 //! called `gate`, that never blocks: idle and slow clients cost memory, not threads.
 //! Leaves who may talk to `guard`, paths to `route`, the event stream to `push`. Rule a change could break: nothing
 //! unvetted, unbounded or unfinished reaches `server`.
 
+mod accept;
 mod body;
 mod client;
 mod core;
+mod drive;
 pub mod head;
 pub mod limits;
 mod login;
 pub mod metrics;
 pub mod notes;
+mod own;
 pub mod place;
+mod pool;
 mod relay;
 mod request;
 mod slab;
 pub mod token;
 mod upstream;
+mod vet;
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::UnixListener;
