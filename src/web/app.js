@@ -492,11 +492,14 @@ function paint() {
     add(s.key, keep(s.key, s.value, s.kind === "pending" ? pendingNode : ownNode, sig));
   };
   const turns = [...o.turns.values()].sort((a, b) => Number(b.ended) - Number(a.ended));
+  const isOf = (s, turn) => (s.kind === "pending" ? s.value.turnId === turn.turnId && s.value.state === "dispatched"
+    : s.value.messageUuid !== undefined && [s.value.messageUuid, s.value.turnId].includes(turn.turnId));
   for (const turn of turns) {
-    for (const s of [...rest]) if (s.kind === "pending" && s.value.turnId === turn.turnId && s.value.state === "dispatched") put(s);
+    for (const s of [...rest]) if (isOf(s, turn)) put(s);
     add(liveKey(turn), liveNode(o, turn));
   }
-  for (const s of [...rest]) if (s.value.state === "dispatched") put(s);
+  // What waits for a start rides its first turn.
+  for (const s of [...rest]) if (s.value.state === "dispatched" || o.phase === "starting") put(s);
   if (turns.every((t) => t.ended) && ["starting", "streaming"].includes(o.phase)) {
     add("t:", keep("t:", "wait", () => h("p", { class: "pulse" }, h("i"), h("i"), h("i"), h("span", { class: "sr" }, "The agent is working"))));
   }
