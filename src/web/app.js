@@ -313,7 +313,9 @@ function kept(o, frame) {
   if (event === "chat-message-dispatched" && frame.id > o.talk.seen) o.turns.delete(data.turnId);
   if (event === "chat-complete") {
     say(data.isError ? "The answer ended with an error." : "The answer is complete.");
-    if (data.isError && frame.id > o.talk.seen && data.errors?.length) o.notes.push({ key: "n:" + frame.id, error: true, text: "The answer ended with an error: " + data.errors.join(" · ") });
+    // Said already, by the answer's own last words or as an interrupt.
+    const said = (o.turns.get(data.turnId)?.blocks ?? []).some(({ block: b }) => b.type === "interrupted" || data.errors?.some((e) => b.text?.includes(e)));
+    if (data.isError && !said && frame.id > o.talk.seen && data.errors?.length) o.notes.push({ key: "n:" + frame.id, error: true, text: "The answer ended with an error: " + data.errors.join(" · ") });
   }
   if (event === "chat-user-message") o.notes = o.notes.filter((n) => n.words);
   const turn = o.turns.get(data.turnId);
@@ -347,7 +349,7 @@ function away(e) {
     online = false;
     events.connect();
   }
-  drawBanner(e.status === 401 ? "This server wants a login: open the link that “beebox-chatd token” prints." : null);
+  drawBanner(e.status === 401 ? "This server wants a login: open its login link again." : null);
 }
 
 // ---- drawing: the list of messages
@@ -393,7 +395,7 @@ function pendingNode(p) {
   };
   return userNode({
     content: p.content, timestamp: p.timestamp, user: p.user, photos: pendingPhoto(p.uuid), state: p.state,
-    stateText: failed ? "Not delivered" + (open.talk.errors.has(p.uuid) ? ": " + open.talk.errors.get(p.uuid) : "") : p.state === "accepted" ? "Queued" : "",
+    stateText: failed ? ["Not delivered", p.error ?? open.talk.errors.get(p.uuid)].filter(Boolean).join(": ") : p.state === "accepted" ? "Queued" : "",
     actions: failed ? [["Try again", act("retry")], ["Discard", act("discard")]] : [],
   });
 }
@@ -488,7 +490,7 @@ function paint() {
   const put = (s) => {
     rest.splice(rest.indexOf(s), 1);
     daily(s.value.timestamp ?? new Date(s.value.at).toISOString());
-    const sig = () => JSON.stringify([s.value.state, s.value.text ?? s.value.content, s.value.error, s.value.messageUuid, open.talk.errors.get(s.value.uuid)]);
+    const sig = () => JSON.stringify([s.value.state, s.value.text ?? s.value.content, s.value.error, s.value.attempted, s.value.messageUuid, open.talk.errors.get(s.value.uuid)]);
     add(s.key, keep(s.key, s.value, s.kind === "pending" ? pendingNode : ownNode, sig));
   };
   const turns = [...o.turns.values()].sort((a, b) => Number(b.ended) - Number(a.ended));

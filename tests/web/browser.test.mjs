@@ -168,6 +168,26 @@ describe("the page", { timeout: 240_000 }, () => {
     await w.done();
   });
 
+  test("a failed message says why and waits for a person; an answer that ends in an error says so", async () => {
+    const w = await tab();
+    await w.fresh();
+    await say(w.page, "never heard {{die=before user_flush_ms=5000}}");
+    const failed = w.page.locator("#list .user.failed", { hasText: "never heard" });
+    await failed.locator(".badge", { hasText: /Not delivered: .{10}/ }).waitFor();
+    await shot(w.page, "failed-1280");
+    await w.page.reload();
+    await failed.locator(".badge", { hasText: /Not delivered: .{10}/ }).waitFor();
+    await failed.locator(".link", { hasText: "Try again" }).click();
+    await until("it failed once more", async () => (await box.get(`/api/chat/bootstrap?session=${/#\/c\/([\w-]+)/.exec(w.page.url())[1]}&tail=1`)).pending.some((p) => p.state === "failed"));
+    await failed.locator(".link", { hasText: "Discard" }).click();
+    await failed.waitFor({ state: "detached" });
+    await say(w.page, "oops {{error}}");
+    await w.page.locator("#list", { hasText: "the script asked for this error" }).waitFor();
+    await until("it rests", async () => ["ready", "idle"].includes(await w.page.getAttribute("#state", "data-phase")));
+    assert.equal(await times(w.page, "oops"), 1);
+    await w.done();
+  });
+
   test("a photo by paste is scaled, shown at once, and is there after a reload; others by picker and drop", async () => {
     const w = await tab();
     await w.fresh();
@@ -357,7 +377,15 @@ describe("the page", { timeout: 240_000 }, () => {
     assert.ok(asked.length < photos, `${asked.length}`);
     assert.ok(asked.length > first);
     assert.ok(worst <= 2, `${worst} px`);
+    await until("the very first entry", async () => {
+      await w.page.evaluate(() => (document.querySelector("#scroll").scrollTop = 0));
+      return (await w.page.locator("#list > li.day + li", { hasText: "Photo 0" }).count()) === 1;
+    }, 30_000);
+    assert.equal(await w.page.locator("#list article").count(), 2000);
+    assert.equal(await w.page.locator("#older").isHidden(), true);
     assert.equal(new Set(asked).size, asked.length, "a photo was asked for twice");
+    await w.page.click("#jump");
+    await w.page.locator("#list", { hasText: "Answer 1999" }).waitFor();
     await shot(w.page, "photos-1280");
     await w.done();
   });
