@@ -306,8 +306,10 @@ function kept(o, frame) {
     const words = back.map((p) => (p.content ?? []).filter((b) => b.type === "text").map((b) => b.text).join("\n")).filter(Boolean);
     if (back.length && frame.id > o.talk.seen) o.notes.push({ key: "n:" + frame.id, text: `${back.length === 1 ? "A waiting message was" : back.length + " waiting messages were"} taken back.`, words: words.join("\n\n") });
   }
+  if (["chat-turn-failed", "chat-complete"].includes(event)) o.notes = o.notes.filter((n) => n.turnId !== data.turnId);
   if (event === "chat-turn-failed" && frame.id > o.talk.seen) {
-    o.notes.push({ key: "n:" + frame.id, error: true, text: data.willRetry ? `The agent ended before it took the message: ${data.error}. It is sent again.` : `The turn did not finish: ${data.error}` });
+    o.notes.push({ key: "n:" + frame.id, error: true, turnId: data.turnId, uuids: data.messageUuids ?? [],
+      text: data.willRetry ? `The agent ended before it took the message: ${data.error}. It is sent again.` : `The turn did not finish: ${data.error}` });
   }
   // Sent again: its frames count from one anew.
   if (event === "chat-message-dispatched" && frame.id > o.talk.seen) o.turns.delete(data.turnId);
@@ -506,7 +508,9 @@ function paint() {
     add("t:", keep("t:", "wait", () => h("p", { class: "pulse" }, h("i"), h("i"), h("i"), h("span", { class: "sr" }, "The agent is working"))));
   }
   for (const s of [...rest]) put(s);
-  for (const note of o.notes) add(note.key, keep(note.key, note, noteNode));
+  // A message that failed says so itself.
+  const failed = new Set(o.talk.pending.filter((p) => p.state === "failed").map((p) => p.uuid));
+  for (const note of o.notes) if (!note.uuids?.some((u) => failed.has(u))) add(note.key, keep(note.key, note, noteNode));
   for (const key of nodes.keys()) if (!keys.has(key)) nodes.delete(key);
 
   const anchor = stuck ? null : firstInView();
@@ -592,16 +596,20 @@ async function older() {
       if (!entries.length) break;
       page.push(...entries);
     }
-    if (o !== open || o.talk.offset !== end) return;
-    if (page.length) o.talk.prepend(page, from);
-    else o.talk.offset = 0;
+    if (o !== open) return;
+    if (o.talk.offset === end) {
+      if (page.length) o.talk.prepend(page, from);
+      else o.talk.offset = 0;
+    }
     draw();
-  } catch (e) {
-    away(e);
-  } finally {
-    setTimeout(() => {
+    // Once it is drawn, and what was in view is where it was: still near the top?
+    requestAnimationFrame(() => {
       o.older = false;
-    }, 120);
+      if (o === open && scroll.scrollTop < 600) older();
+    });
+  } catch (e) {
+    o.older = false;
+    away(e);
   }
 }
 

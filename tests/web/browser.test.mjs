@@ -145,7 +145,7 @@ describe("the page", { timeout: 240_000 }, () => {
   test("stop takes the queue back and says so; interrupt ends the answer", async () => {
     const w = await tab();
     await w.fresh();
-    await say(w.page, "first {{deltas=200 delta_ms=50}}");
+    await say(w.page, "first {{deltas=1200 delta_ms=50}}");
     await phase(w.page, "streaming");
     await say(w.page, "never sent, taken back");
     await w.page.locator("#list .user.accepted").waitFor();
@@ -159,7 +159,7 @@ describe("the page", { timeout: 240_000 }, () => {
     await w.page.click(".note .link");
     assert.equal(await w.page.inputValue("#compose"), "never sent, taken back");
     await w.page.fill("#compose", "");
-    await say(w.page, "again {{deltas=200 delta_ms=50}}");
+    await say(w.page, "again {{deltas=1200 delta_ms=50}}");
     await w.page.waitForSelector("li.live .md.growing");
     await w.page.click("#interrupt");
     await w.page.locator("#list .mark-line", { hasText: "interrupted" }).waitFor();
