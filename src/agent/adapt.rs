@@ -13,6 +13,8 @@ use super::wire::{AgentMessage, Raw, Said, TaskPhase};
 const OUTPUT_BYTES_MAX: usize = 16 * 1024;
 /// Longest text in a task event, in bytes.
 const TASK_TEXT_BYTES_MAX: usize = 4 * 1024;
+/// Longest content in a frame, in bytes; history has the same limit for a line (WIRE, "Entries").
+const CONTENT_BYTES_MAX: usize = 256 * 1024;
 
 /// A message to show, as the `msg` of a `chat-turn` event. What the agent said keeps the agent's own key names.
 #[derive(Debug, Clone, Serialize)]
@@ -58,8 +60,11 @@ pub struct ShownMessage {
     pub id: Option<String>,
     /// `assistant` or `user`.
     pub role: String,
-    /// Text or blocks, photos taken out.
+    /// Text or blocks, photos taken out; a note when that is still over 256 KiB.
     pub content: Raw,
+    /// The content itself where a note stands for it: an answer is acted on whole.
+    #[serde(skip)]
+    pub whole: Option<Raw>,
     /// Why the model stopped.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_reason: Option<String>,
@@ -94,12 +99,9 @@ impl Adapted {
     pub fn answer_texts(&self) -> Vec<String> {
         match self {
             Adapted::Assistant(shown) if shown.parent_tool_use_id.is_none() => {
-                texts(&shown.message.content)
+                texts(shown.message.whole.as_ref().unwrap_or(&shown.message.content))
             }
-            Adapted::Assistant(_)
-            | Adapted::User(_)
-            | Adapted::StreamEvent { .. }
-            | Adapted::Status(_) => Vec::new(),
+            Adapted::Assistant(_) | Adapted::User(_) | Adapted::StreamEvent { .. } | Adapted::Status(_) => Vec::new(),
         }
     }
 }
@@ -112,9 +114,7 @@ fn texts(content: &Raw) -> Vec<String> {
             .filter(|block| block["type"] == "text")
             .filter_map(|block| block["text"].as_str().map(str::to_owned))
             .collect(),
-        Ok(Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_)) | Err(_) => {
-            Vec::new()
-        }
+        Ok(Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_)) | Err(_) => Vec::new(),
     }
 }
 
@@ -139,43 +139,26 @@ pub enum Fate {
 #[must_use]
 pub fn adapt(message: AgentMessage) -> Fate {
     match message {
-        AgentMessage::Assistant(said) => shown(said, "assistant", Strip::Photos)
-            .map_or(Fate::Skip, |s| Fate::Show(Adapted::Assistant(s))),
-        AgentMessage::User(said) => shown(
-            said,
-            "user",
-            Strip::Outputs {
-                text_bytes_max: OUTPUT_BYTES_MAX,
-            },
-        )
-        .map_or(Fate::Skip, |s| Fate::Show(Adapted::User(s))),
-        AgentMessage::StreamEvent {
-            event,
-            parent_tool_use_id,
-        } => Fate::Show(Adapted::StreamEvent {
-            event: stripped(event, Strip::Photos),
-            parent_tool_use_id,
-        }),
-        AgentMessage::ApiRetry {
-            attempt,
-            retries_max,
-            retry_delay_ms,
-            error_status,
-            error,
-        } => Fate::Show(Adapted::Status(Status {
-            kind: "api_retry",
-            attempt,
-            retries_max,
-            retry_delay_ms,
-            error_status,
-            error,
-        })),
+        AgentMessage::Assistant(said) => {
+            shown(said, "assistant", Strip::Photos).map_or(Fate::Skip, |s| Fate::Show(Adapted::Assistant(s)))
+        }
+        AgentMessage::User(said) => shown(said, "user", Strip::Outputs { text_bytes_max: OUTPUT_BYTES_MAX })
+            .map_or(Fate::Skip, |s| Fate::Show(Adapted::User(s))),
+        AgentMessage::StreamEvent { event, parent_tool_use_id } => {
+            Fate::Show(Adapted::StreamEvent { event: stripped(event, Strip::Photos), parent_tool_use_id })
+        }
+        AgentMessage::ApiRetry { attempt, retries_max, retry_delay_ms, error_status, error } => {
+            Fate::Show(Adapted::Status(Status {
+                kind: "api_retry",
+                attempt,
+                retries_max,
+                retry_delay_ms,
+                error_status,
+                error,
+            }))
+        }
         AgentMessage::Task { hidden: true, .. } => Fate::Skip,
-        AgentMessage::Task {
-            phase,
-            hidden: false,
-            raw,
-        } => Fate::Task(task(phase, &raw)),
+        AgentMessage::Task { phase, hidden: false, raw } => Fate::Task(task(phase, &raw)),
         AgentMessage::Init { .. }
         | AgentMessage::ConversationReset
         | AgentMessage::CompactBoundary
@@ -190,17 +173,26 @@ pub fn adapt(message: AgentMessage) -> Fate {
 }
 
 fn shown(said: Said, role: &str, strip: Strip) -> Option<Shown> {
+    let content = stripped(said.content?, strip);
+    let len = content.get().len();
+    let (content, whole) = if len > CONTENT_BYTES_MAX { (note(len), Some(content)) } else { (content, None) };
     Some(Shown {
         uuid: said.uuid,
         message: ShownMessage {
             id: said.message_id,
             role: said.role.unwrap_or_else(|| role.to_owned()),
-            content: stripped(said.content?, strip),
+            content,
+            whole,
             stop_reason: said.stop_reason,
         },
         aborted: said.aborted,
         parent_tool_use_id: said.parent_tool_use_id,
     })
+}
+
+fn note(len: usize) -> Raw {
+    let text = format!(r#"[{{"type":"text","text":"[message too large to display: ~{} KB]"}}]"#, len / 1024);
+    serde_json::value::RawValue::from_string(text).unwrap_or_else(|_| serde_json::value::RawValue::NULL.to_owned())
 }
 
 fn stripped(raw: Raw, what: Strip) -> Raw {
@@ -209,8 +201,7 @@ fn stripped(raw: Raw, what: Strip) -> Raw {
         std::borrow::Cow::Owned(text) => text,
     };
     // The strip keeps JSON to JSON; should it ever not, an empty content is safer than a photo in every client.
-    serde_json::value::RawValue::from_string(text)
-        .unwrap_or_else(|_| serde_json::value::RawValue::NULL.to_owned())
+    serde_json::value::RawValue::from_string(text).unwrap_or_else(|_| serde_json::value::RawValue::NULL.to_owned())
 }
 
 /// The keys of a task that are told, and what they are called on the wire.
@@ -226,14 +217,7 @@ const TASK_KEYS: &[(&str, &str)] = &[
     ("is_backgrounded", "isBackgrounded"),
 ];
 /// States after which a task does nothing more.
-const SETTLED: &[&str] = &[
-    "completed",
-    "failed",
-    "killed",
-    "stopped",
-    "cancelled",
-    "error",
-];
+const SETTLED: &[&str] = &["completed", "failed", "killed", "stopped", "cancelled", "error"];
 
 fn task(phase: TaskPhase, raw: &Raw) -> Value {
     // Too deep or too odd for a plain parse: told without details.
@@ -242,9 +226,7 @@ fn task(phase: TaskPhase, raw: &Raw) -> Value {
     out.insert("phase".into(), phase.word().into());
     for (from, to) in TASK_KEYS {
         // An update carries its news in `patch`.
-        let value = [&whole["patch"][*from], &whole[*from]]
-            .into_iter()
-            .find(|v| !v.is_null());
+        let value = [&whole["patch"][*from], &whole[*from]].into_iter().find(|v| !v.is_null());
         match value {
             Some(Value::String(text)) => {
                 let mut text = text.clone();
@@ -258,10 +240,7 @@ fn task(phase: TaskPhase, raw: &Raw) -> Value {
         }
     }
     let settled = phase == TaskPhase::Notification
-        || out
-            .get("status")
-            .and_then(Value::as_str)
-            .is_some_and(|status| SETTLED.contains(&status));
+        || out.get("status").and_then(Value::as_str).is_some_and(|status| SETTLED.contains(&status));
     out.insert("settled".into(), settled.into());
     Value::Object(out)
 }
@@ -272,15 +251,15 @@ mod tests {
     use super::*;
 
     fn fates(text: &str) -> Vec<Fate> {
-        text.lines()
-            .map(|line| adapt(parse(line.as_bytes())))
-            .collect()
+        text.lines().map(|line| adapt(parse(line.as_bytes()))).collect()
     }
 
     fn json(fate: &Fate) -> String {
         match fate {
             Fate::Show(shown) => serde_json::to_string(shown).unwrap(),
-            other => format!("{other:?}"),
+            Fate::Task(_) | Fate::Handled | Fate::Skip | Fate::Unknown(_) | Fate::Unreadable(_) => {
+                format!("{fate:?}")
+            }
         }
     }
 
@@ -290,28 +269,17 @@ mod tests {
             for fate in fates(text) {
                 if let Fate::Show(shown) = &fate {
                     let frame = serde_json::to_string(shown).unwrap();
-                    assert!(
-                        frame.len() < 8192,
-                        "{name}: {} bytes: {}",
-                        frame.len(),
-                        &frame[..200]
-                    );
+                    assert!(frame.len() < 8192, "{name}: {} bytes: {}", frame.len(), &frame[..200]);
                     serde_json::from_str::<Value>(&frame).unwrap();
                 }
-                assert!(
-                    !matches!(fate, Fate::Unknown(_) | Fate::Unreadable(_)),
-                    "{name}"
-                );
+                assert!(!matches!(fate, Fate::Unknown(_) | Fate::Unreadable(_)), "{name}");
             }
         }
     }
 
     #[test]
     fn a_picture_that_a_tool_read_is_a_marker_in_the_frame() {
-        let frames: Vec<_> = fates(crate::agent::fixtures::TOOLS)
-            .iter()
-            .map(json)
-            .collect();
+        let frames: Vec<_> = fates(crate::agent::fixtures::TOOLS).iter().map(json).collect();
         let marked = frames.iter().filter(|f| f.contains(scrub::MARKER)).count();
         assert_eq!(marked, 2);
         assert!(frames.iter().any(|f| f.contains(r#""content":"hi\nerr""#)));
@@ -343,29 +311,25 @@ mod tests {
     }
 
     #[test]
+    fn an_answer_too_large_to_show_is_still_acted_on_whole() {
+        let line = format!(
+            r#"{{"type":"assistant","message":{{"content":[{{"type":"text","text":"{}"}}]}}}}"#,
+            "x".repeat(300 * 1024)
+        );
+        let Fate::Show(shown) = adapt(parse(line.as_bytes())) else { panic!() };
+        let frame = serde_json::to_string(&shown).unwrap();
+        assert!(frame.contains("[message too large to display: ~300 KB]") && frame.len() < 200, "{frame}");
+        assert_eq!(shown.answer_texts()[0].len(), 300 * 1024);
+    }
+
+    #[test]
     fn a_background_task_is_told_until_it_settled() {
         let told: Vec<_> = fates(crate::agent::fixtures::BACKGROUND)
             .into_iter()
-            .filter_map(|fate| {
-                if let Fate::Task(task) = fate {
-                    Some(task)
-                } else {
-                    None
-                }
-            })
+            .filter_map(|fate| if let Fate::Task(task) = fate { Some(task) } else { None })
             .collect();
-        let brief: Vec<_> = told
-            .iter()
-            .map(|t| (t["phase"].as_str().unwrap(), t["settled"] == true))
-            .collect();
-        assert_eq!(
-            brief,
-            [
-                ("started", false),
-                ("updated", true),
-                ("notification", true)
-            ]
-        );
+        let brief: Vec<_> = told.iter().map(|t| (t["phase"].as_str().unwrap(), t["settled"] == true)).collect();
+        assert_eq!(brief, [("started", false), ("updated", true), ("notification", true)]);
         assert!(told.iter().all(|t| t["taskId"] == "bed9dqmy4"));
         let hidden = br#"{"type":"system","subtype":"task_started","task_id":"x","ambient":true}"#;
         assert!(matches!(adapt(parse(hidden)), Fate::Skip));
@@ -373,9 +337,9 @@ mod tests {
 
     #[test]
     fn only_the_agents_own_words_are_its_answer() {
-        let answer = |line: &str| match adapt(parse(line.as_bytes())) {
-            Fate::Show(shown) => shown.answer_texts(),
-            other => panic!("{other:?}"),
+        let answer = |line: &str| {
+            let Fate::Show(shown) = adapt(parse(line.as_bytes())) else { panic!("{line}") };
+            shown.answer_texts()
         };
         assert_eq!(
             answer(
@@ -383,10 +347,7 @@ mod tests {
             ),
             ["a", "\u{fffd}"]
         );
-        assert!(
-            answer(r#"{"type":"assistant","parent_tool_use_id":"t","message":{"content":"sub"}}"#)
-                .is_empty()
-        );
+        assert!(answer(r#"{"type":"assistant","parent_tool_use_id":"t","message":{"content":"sub"}}"#).is_empty());
         assert!(answer(r#"{"type":"user","message":{"content":"me"}}"#).is_empty());
     }
 }

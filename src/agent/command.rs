@@ -66,14 +66,11 @@ impl Agent {
     pub fn spawn(spec: &RunSpec) -> Result<Agent> {
         let mut command = command(spec)?;
         let mut child = command.spawn().map_err(|e| explain_spawn(&e, spec))?;
-        let (stdin, stdout, stderr) =
-            (child.stdin.take(), child.stdout.take(), child.stderr.take());
+        let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let opened = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).and_then(|pidfd| {
-            for fd in [
-                stdin.as_ref().map(AsFd::as_fd),
-                stdout.as_ref().map(AsFd::as_fd),
-                stderr.as_ref().map(AsFd::as_fd),
-            ] {
+            for fd in
+                [stdin.as_ref().map(AsFd::as_fd), stdout.as_ref().map(AsFd::as_fd), stderr.as_ref().map(AsFd::as_fd)]
+            {
                 rustix::io::ioctl_fionbio(fd.ok_or(rustix::io::Errno::BADF)?, true)?;
             }
             Ok(pidfd)
@@ -82,24 +79,13 @@ impl Agent {
             Ok(pidfd) => {
                 let pid = child.id();
                 let start_time = start_time_of(pid).unwrap_or_default();
-                Ok(Agent {
-                    child,
-                    pidfd,
-                    pid,
-                    start_time,
-                    stdin,
-                    stdout,
-                    stderr,
-                })
+                Ok(Agent { child, pidfd, pid, start_time, stdin, stdout, stderr })
             }
             Err(e) => {
                 // Without its descriptor we would not see it end.
                 let _ = child.kill();
                 let _ = child.wait();
-                Err(Error::new(
-                    Code::AgentUnavailable,
-                    format!("the agent cannot be watched: {e}"),
-                ))
+                Err(Error::new(Code::AgentUnavailable, format!("the agent cannot be watched: {e}")))
             }
         }
     }
@@ -137,19 +123,13 @@ impl Agent {
 }
 
 fn command(spec: &RunSpec) -> Result<Command> {
-    let (program, arguments) = spec
-        .program
-        .split_first()
-        .ok_or_else(|| Error::new(Code::AgentUnavailable, "no agent program is set"))?;
+    let (program, arguments) =
+        spec.program.split_first().ok_or_else(|| Error::new(Code::AgentUnavailable, "no agent program is set"))?;
     let mut command = Command::new(from_here(program));
     command
         .args(arguments)
         .args(PROTOCOL_FLAGS)
-        .arg(if spec.resume {
-            "--resume"
-        } else {
-            "--session-id"
-        })
+        .arg(if spec.resume { "--resume" } else { "--session-id" })
         .arg(spec.session.as_str())
         .current_dir(&spec.box_dir)
         .env_remove("CLAUDECODE")
@@ -179,35 +159,26 @@ fn command(spec: &RunSpec) -> Result<Command> {
 /// A program given by a relative path is meant from where the server was started, not from the box.
 fn from_here(program: &OsStr) -> OsString {
     if program.as_bytes().contains(&b'/') {
-        std::path::absolute(program)
-            .map_or_else(|_| program.to_owned(), std::path::PathBuf::into_os_string)
+        std::path::absolute(program).map_or_else(|_| program.to_owned(), std::path::PathBuf::into_os_string)
     } else {
         program.to_owned()
     }
 }
 
 fn explain_spawn(e: &io::Error, spec: &RunSpec) -> Error {
-    let program = spec
-        .program
-        .first()
-        .map(|p| p.to_string_lossy().into_owned())
-        .unwrap_or_default();
+    let program = spec.program.first().map(|p| p.to_string_lossy().into_owned()).unwrap_or_default();
     let text = if !spec.box_dir.is_dir() {
         format!("the box directory {} is not there", spec.box_dir.display())
     } else {
-        match e.kind() {
-            io::ErrorKind::NotFound => {
-                format!(
-                    "the agent program {program} is not installed (neither on PATH nor a path to a program)"
-                )
-            }
-            io::ErrorKind::PermissionDenied => {
-                format!("the agent program {program} may not be executed by this user")
-            }
-            _ if e.raw_os_error() == Some(rustix::io::Errno::NOEXEC.raw_os_error()) => {
-                format!("the agent program {program} is not a program for this machine")
-            }
-            _ => format!("the agent program {program} cannot be started: {e}"),
+        let is = |errno: rustix::io::Errno| e.raw_os_error() == Some(errno.raw_os_error());
+        if is(rustix::io::Errno::NOENT) {
+            format!("the agent program {program} is not installed (neither on PATH nor a path to a program)")
+        } else if is(rustix::io::Errno::ACCESS) || is(rustix::io::Errno::PERM) {
+            format!("the agent program {program} may not be executed by this user")
+        } else if is(rustix::io::Errno::NOEXEC) {
+            format!("the agent program {program} is not a program for this machine")
+        } else {
+            format!("the agent program {program} cannot be started: {e}")
         }
     };
     Error::new(Code::AgentUnavailable, text)
@@ -216,43 +187,20 @@ fn explain_spawn(e: &io::Error, spec: &RunSpec) -> Error {
 /// Why a run ended before it said anything, from what it left: words a person can act on.
 #[must_use]
 pub fn explain_early_end(exit: &str, stderr: &str, errors: &[String]) -> Error {
-    let said = errors
-        .iter()
-        .map(String::as_str)
-        .chain(stderr.lines().rev())
-        .find(|line| !line.trim().is_empty());
+    let said = errors.iter().map(String::as_str).chain(stderr.lines().rev()).find(|line| !line.trim().is_empty());
     let all = format!("{}\n{stderr}", errors.join("\n")).to_lowercase();
     let has = |words: &[&str]| words.iter().any(|word| all.contains(word));
-    let said = said
-        .map(|line| format!(" ({})", line.trim()))
-        .unwrap_or_default();
+    let said = said.map(|line| format!(" ({})", line.trim())).unwrap_or_default();
     if has(&["no conversation found"]) {
-        return Error::new(
-            Code::SessionGone,
-            format!("the agent has no such conversation{said}"),
-        );
+        return Error::new(Code::SessionGone, format!("the agent has no such conversation{said}"));
     }
     let text = if has(&["already in use"]) {
         format!("the agent says that this session id is already in use{said}")
     } else if has(&["root/sudo", "as root", "with root"]) {
-        format!(
-            "the agent refuses to run as root: use another user, or set IS_SANDBOX=1 if this is a sandbox{said}"
-        )
-    } else if has(&[
-        "/login",
-        "log in",
-        "logged in",
-        "api key",
-        "authenticat",
-        "oauth",
-    ]) {
+        format!("the agent refuses to run as root: use another user, or set IS_SANDBOX=1 if this is a sandbox{said}")
+    } else if has(&["/login", "log in", "logged in", "api key", "authenticat", "oauth"]) {
         format!("the agent needs a login: run it once by hand and log in, or set its API key{said}")
-    } else if has(&[
-        "unknown option",
-        "unknown argument",
-        "unexpected argument",
-        "unrecognized option",
-    ]) {
+    } else if has(&["unknown option", "unknown argument", "unexpected argument", "unrecognized option"]) {
         format!("the agent program does not know the flags of the protocol{said}")
     } else {
         format!("the agent ended before it said anything, {exit}{said}")
@@ -308,9 +256,7 @@ fn hold(pid: u32, start_time: u64) -> Option<OwnedFd> {
 }
 
 fn descendants(root: u32) -> Vec<OwnedFd> {
-    let all: HashMap<u32, Stat> = processes()
-        .filter_map(|pid| Some((pid, stat(pid)?)))
-        .collect();
+    let all: HashMap<u32, Stat> = processes().filter_map(|pid| Some((pid, stat(pid)?))).collect();
     let is_below = |pid: u32| {
         let mut at = pid;
         // The table is no snapshot: a bound, not trust, keeps a circle from spinning.
@@ -323,10 +269,7 @@ fn descendants(root: u32) -> Vec<OwnedFd> {
         }
         false
     };
-    all.iter()
-        .filter(|(pid, _)| is_below(**pid))
-        .filter_map(|(pid, stat)| hold(*pid, stat.start_time))
-        .collect()
+    all.iter().filter(|(pid, _)| is_below(**pid)).filter_map(|(pid, stat)| hold(*pid, stat.start_time)).collect()
 }
 
 /// Ends agents that an earlier life of the server left behind: the one known by pid and start time, and those whose
@@ -357,24 +300,20 @@ pub fn end_leftovers(mark: &str, known: Option<(u32, u64)>) -> usize {
     let count = found.len();
     let pids: Vec<_> = found.iter().map(|(pid, _)| *pid).collect();
     log::warn!("ending {count} agents left by an earlier server: {pids:?}");
-    // What an agent that must be killed started, it cannot end itself.
-    let tools: Vec<OwnedFd> = pids.iter().flat_map(|pid| descendants(*pid)).collect();
-    let mut left: Vec<OwnedFd> = found.into_iter().map(|(_, fd)| fd).collect();
-    for fd in &left {
+    for (_, fd) in &found {
         let _ = pidfd_send_signal(fd, Signal::TERM);
     }
-    wait_until_gone(&mut left, LEFTOVER_TERM);
-    if !left.is_empty() {
-        for fd in left.iter().chain(&tools) {
+    wait_until_gone(&mut found, LEFTOVER_TERM);
+    if !found.is_empty() {
+        // What an agent that must be killed started, it cannot end itself.
+        let tools: Vec<OwnedFd> = found.iter().flat_map(|(pid, _)| descendants(*pid)).collect();
+        for fd in found.iter().map(|(_, fd)| fd).chain(&tools) {
             let _ = pidfd_send_signal(fd, Signal::KILL);
         }
-        wait_until_gone(&mut left, LEFTOVER_KILL);
+        wait_until_gone(&mut found, LEFTOVER_KILL);
     }
-    if !left.is_empty() {
-        log::error!(
-            "{} agents left by an earlier server cannot be ended",
-            left.len()
-        );
+    if !found.is_empty() {
+        log::error!("{} agents left by an earlier server cannot be ended", found.len());
     }
     count
 }
@@ -389,12 +328,8 @@ fn has_mark(pid: u32, mark: &str) -> bool {
     };
     let is_prefix = mark.ends_with([':', '/']);
     environment.split(|b| *b == 0).any(|entry| {
-        let value = entry
-            .strip_prefix(MARK_VARIABLE.as_bytes())
-            .and_then(|rest| rest.strip_prefix(b"="));
-        value.is_some_and(|value| {
-            value == mark.as_bytes() || (is_prefix && value.starts_with(mark.as_bytes()))
-        })
+        let value = entry.strip_prefix(MARK_VARIABLE.as_bytes()).and_then(|rest| rest.strip_prefix(b"="));
+        value.is_some_and(|value| value == mark.as_bytes() || (is_prefix && value.starts_with(mark.as_bytes())))
     })
 }
 
@@ -403,27 +338,21 @@ fn is_agent(pid: u32) -> bool {
     let Ok(line) = std::fs::read(format!("/proc/{pid}/cmdline")) else {
         return false;
     };
-    let words: Vec<&[u8]> = line
-        .split(|b| *b == 0)
-        .filter(|word| !word.is_empty())
-        .collect();
+    let words: Vec<&[u8]> = line.split(|b| *b == 0).filter(|word| !word.is_empty()).collect();
     let title = words.first().map(|word| Path::new(OsStr::from_bytes(word)));
     words.contains(&b"stream-json".as_slice())
         || (words.len() == 1 && title.and_then(Path::file_name) == Some(OsStr::new("claude")))
 }
 
 /// Keeps in `left` who is not gone within `limit`.
-fn wait_until_gone(left: &mut Vec<OwnedFd>, limit: Duration) {
+fn wait_until_gone(left: &mut Vec<(u32, OwnedFd)>, limit: Duration) {
     let deadline = Instant::now() + limit;
     while !left.is_empty() {
         let rest = deadline.saturating_duration_since(Instant::now());
         if rest.is_zero() {
             return;
         }
-        let mut fds: Vec<PollFd<'_>> = left
-            .iter()
-            .map(|fd| PollFd::new(fd, PollFlags::IN))
-            .collect();
+        let mut fds: Vec<PollFd<'_>> = left.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN)).collect();
         if poll(&mut fds, Timespec::try_from(rest).ok().as_ref()).is_err() {
             continue;
         }
@@ -440,42 +369,39 @@ mod tests {
     #[test]
     fn a_start_that_failed_says_what_a_person_can_do() {
         for (stderr, errors, want) in [
-            (
-                "",
-                &["No conversation found with session ID: x"][..],
-                "no such conversation",
-            ),
-            (
-                "Error: Session ID x is already in use.\n",
-                &[],
-                "already in use",
-            ),
-            (
-                "--dangerously-skip-permissions cannot be used with root/sudo privileges",
-                &[],
-                "IS_SANDBOX=1",
-            ),
+            ("", &["No conversation found with session ID: x"][..], "no such conversation"),
+            ("Error: Session ID x is already in use.\n", &[], "already in use"),
+            ("--dangerously-skip-permissions cannot be used with root/sudo privileges", &[], "IS_SANDBOX=1"),
             ("Invalid API key · Please run /login", &[], "needs a login"),
-            (
-                "error: unknown option '--output-format'",
-                &[],
-                "does not know the flags",
-            ),
-            (
-                "boom\n\n",
-                &[],
-                "ended before it said anything, exit 1 (boom)",
-            ),
+            ("error: unknown option '--output-format'", &[], "does not know the flags"),
+            ("boom\n\n", &[], "ended before it said anything, exit 1 (boom)"),
             ("", &[], "ended before it said anything, exit 1"),
         ] {
             let errors: Vec<String> = errors.iter().map(|e| (*e).to_owned()).collect();
             let got = explain_early_end("exit 1", stderr, &errors).to_string();
             assert!(got.contains(want), "{got}");
         }
-        assert_eq!(
-            explain_early_end("", "", &["No conversation found".into()]).code(),
-            Code::SessionGone
-        );
+        assert_eq!(explain_early_end("", "", &["No conversation found".into()]).code(), Code::SessionGone);
+    }
+
+    #[test]
+    fn the_agent_inherits_the_environment_but_not_the_mark_of_another_host() {
+        let spec = RunSpec {
+            run: crate::ids::RunNo(1),
+            session: crate::ids::SessionId::fresh(),
+            resume: true,
+            program: vec!["dir/agent".into(), "first".into()],
+            box_dir: "/".into(),
+            env: vec![("A".into(), "b".into())],
+            agent_mark: "m".into(),
+        };
+        let command = command(&spec).unwrap();
+        let env: Vec<_> = command.get_envs().map(|(k, v)| (k.to_str().unwrap(), v.and_then(OsStr::to_str))).collect();
+        assert_eq!(env, [("A", Some("b")), ("BEEBOX_RUN", Some("m")), ("CLAUDECODE", None)]);
+        assert!(Path::new(command.get_program()).is_absolute(), "relative to the server, not to the box");
+        let args: Vec<_> = command.get_args().map(|a| a.to_str().unwrap()).collect();
+        assert_eq!(args[..3], ["first", "--output-format", "stream-json"]);
+        assert_eq!(args[args.len() - 2..], ["--resume", spec.session.as_str()]);
     }
 
     #[test]

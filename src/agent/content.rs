@@ -38,9 +38,7 @@ pub fn interrupt_line(request_id: &str) -> Vec<u8> {
 /// The stdin line that refuses a tool: nobody sits at the server to ask.
 #[must_use]
 pub fn deny_line(request_id: &str, tool_name: &str) -> Vec<u8> {
-    let message = format!(
-        "the tool {tool_name} needs a permission that nobody is there to give; go on without it"
-    );
+    let message = format!("the tool {tool_name} needs a permission that nobody is there to give; go on without it");
     line(&json!({
         "type": "control_response",
         "response": {
@@ -96,19 +94,10 @@ fn blocks(text: &str, images: &[Image]) -> Vec<Value> {
     push_text(&mut out, &text[from..]);
     if !out.iter().any(|block| block["type"] == "text") {
         // The API wants words beside photos, and white space does not count.
-        let names: Vec<_> = images
-            .iter()
-            .map(|image| format!("[image#{}]", image.number))
-            .collect();
+        let names: Vec<_> = images.iter().map(|image| format!("[image#{}]", image.number)).collect();
         out.push(json!({ "type": "text", "text": names.join(" ") }));
     }
-    out.extend(
-        images
-            .iter()
-            .zip(placed)
-            .filter(|(_, placed)| !placed)
-            .map(|(image, _)| image_block(image)),
-    );
+    out.extend(images.iter().zip(placed).filter(|(_, placed)| !placed).map(|(image, _)| image_block(image)));
     out
 }
 
@@ -143,51 +132,42 @@ mod tests {
     use crate::ids::TurnId;
 
     fn image(number: u32) -> Image {
-        Image {
-            number,
-            mime: "image/png".into(),
-            bytes: vec![number as u8; 3].into(),
-        }
+        Image { number, mime: "image/png".into(), bytes: vec![number as u8; 3].into() }
     }
 
     /// Text blocks as they are, photos as their first byte.
     fn shape(text: &str, numbers: &[u32]) -> Vec<String> {
-        let turn = Turn {
-            turn: TurnId::fresh(),
-            text: text.into(),
-            images: numbers.iter().map(|n| image(*n)).collect(),
-        };
+        let turn =
+            Turn { turn: TurnId::fresh(), text: text.into(), images: numbers.iter().map(|n| image(*n)).collect() };
         let bytes = user_line(&turn);
         assert_eq!(bytes.iter().filter(|b| **b == b'\n').count(), 1);
         assert_eq!(bytes.last(), Some(&b'\n'));
         let value: Value = serde_json::from_slice(&bytes).unwrap();
         assert_eq!(value["uuid"], turn.turn.as_str());
-        match &value["message"]["content"] {
-            Value::String(text) => vec![format!("plain {text}")],
-            Value::Array(blocks) => blocks
-                .iter()
-                .map(|b| match b["text"].as_str() {
-                    Some(text) => text.to_owned(),
-                    None => match b["source"]["data"].as_str().unwrap() {
-                        "AQEB" => "<1>".into(),
-                        "AgIC" => "<2>".into(),
-                        "CQkJ" => "<9>".into(),
-                        other => panic!("{other}"),
-                    },
-                })
-                .collect(),
-            other => panic!("{other}"),
+        let content = &value["message"]["content"];
+        if let Some(text) = content.as_str() {
+            return vec![format!("plain {text}")];
         }
+        content
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|b| match b["text"].as_str() {
+                Some(text) => text.to_owned(),
+                None => match b["source"]["data"].as_str().unwrap() {
+                    "AQEB" => "<1>".into(),
+                    "AgIC" => "<2>".into(),
+                    "CQkJ" => "<9>".into(),
+                    other => panic!("{other}"),
+                },
+            })
+            .collect()
     }
 
     #[test]
     fn photos_stand_where_the_text_names_them() {
         let table: &[(&str, &[u32], &[&str])] = &[
-            (
-                "hi [image#1]\n\u{2028}",
-                &[],
-                &["plain hi [image#1]\n\u{2028}"],
-            ),
+            ("hi [image#1]\n\u{2028}", &[], &["plain hi [image#1]\n\u{2028}"]),
             ("", &[], &["plain "]),
             ("a [image#1] b", &[1], &["a ", "<1>", " b"]),
             ("a [image1] b", &[1], &["a ", "<1>", " b"]),
@@ -195,11 +175,7 @@ mod tests {
             ("no token", &[2, 1], &["no token", "<2>", "<1>"]),
             ("[image#7] [image#1]", &[1], &["[image#7] ", "<1>"]),
             ("[image#1] and [image#1]", &[1], &["<1>", " and [image#1]"]),
-            (
-                "[image#] [image#x] [image#-1] [image#1",
-                &[1],
-                &["[image#] [image#x] [image#-1] [image#1", "<1>"],
-            ),
+            ("[image#] [image#x] [image#-1] [image#1", &[1], &["[image#] [image#x] [image#-1] [image#1", "<1>"]),
             ("[image[image#1]", &[1], &["[image", "<1>"]),
             ("[image#99999999999]", &[1], &["[image#99999999999]", "<1>"]),
             ("", &[1, 2], &["[image#1] [image#2]", "<1>", "<2>"]),

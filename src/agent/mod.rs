@@ -173,9 +173,7 @@ impl Run {
     /// # Errors
     /// The machine has no thread or descriptor to give; then the listener hears nothing.
     pub fn start(spec: RunSpec, listener: Arc<dyn RunListener>) -> Result<Run> {
-        Ok(Run {
-            shared: pump::start(spec, listener)?,
-        })
+        Ok(Run { shared: pump::start(spec, listener)? })
     }
 
     /// Hands a turn to the agent; one at a time, the next after [`RunFact::TurnEnded`].
@@ -237,17 +235,12 @@ impl Run {
 #[cfg(test)]
 pub(crate) mod fixtures {
     //! Recordings of a real agent's stdout.
-    pub const ONE_TEXT: &str =
-        include_str!("../../tests/fixtures/agent-stdout/one_text_turn.jsonl");
+    pub const ONE_TEXT: &str = include_str!("../../tests/fixtures/agent-stdout/one_text_turn.jsonl");
     pub const TOOLS: &str = include_str!("../../tests/fixtures/agent-stdout/tools.jsonl");
-    pub const RETRIED: &str =
-        include_str!("../../tests/fixtures/agent-stdout/529_twice_then_ok.jsonl");
-    pub const BACKGROUND: &str =
-        include_str!("../../tests/fixtures/agent-stdout/background_bash.jsonl");
-    pub const INTERRUPTED: &str =
-        include_str!("../../tests/fixtures/agent-stdout/interrupt_streaming.jsonl");
-    pub const QUEUED: &str =
-        include_str!("../../tests/fixtures/agent-stdout/queued_while_streaming.jsonl");
+    pub const RETRIED: &str = include_str!("../../tests/fixtures/agent-stdout/529_twice_then_ok.jsonl");
+    pub const BACKGROUND: &str = include_str!("../../tests/fixtures/agent-stdout/background_bash.jsonl");
+    pub const INTERRUPTED: &str = include_str!("../../tests/fixtures/agent-stdout/interrupt_streaming.jsonl");
+    pub const QUEUED: &str = include_str!("../../tests/fixtures/agent-stdout/queued_while_streaming.jsonl");
     pub const ALL: &[(&str, &str)] = &[
         ("one_text_turn", ONE_TEXT),
         ("tools", TOOLS),

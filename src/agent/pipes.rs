@@ -58,11 +58,7 @@ impl Outbox {
         while let Some(line) = self.lines.front() {
             let half = line.bytes.len() / 2;
             // A turn's line goes in two halves, so that a test can end the server between them.
-            let end = if line.is_turn && self.written < half {
-                half
-            } else {
-                line.bytes.len()
-            };
+            let end = if line.is_turn && self.written < half { half } else { line.bytes.len() };
             match pipe.write(&line.bytes[self.written..end]) {
                 Ok(0) => return Pipe::Ended,
                 Ok(count) => {
@@ -186,11 +182,7 @@ mod tests {
             out.push(b"first turn\n".to_vec(), true);
             out.push(b"x\n".to_vec(), false);
             out.push(b"\n".to_vec(), true);
-            let mut pipe = Slow {
-                got: Vec::new(),
-                step,
-                refuse: false,
-            };
+            let mut pipe = Slow { got: Vec::new(), step, refuse: false };
             let mut rounds = 0;
             while !out.is_empty() {
                 assert_eq!(out.write_to(&mut pipe), Pipe::Open);

@@ -31,9 +31,7 @@ pub fn surrogates(json: &str) -> Cow<'_, str> {
     while let Some(step) = json[at..].find('\\') {
         at += step;
         match unit(json, at) {
-            Some(0xd800..=0xdbff) if matches!(unit(json, at + 6), Some(0xdc00..=0xdfff)) => {
-                at += 12
-            }
+            Some(0xd800..=0xdbff) if matches!(unit(json, at + 6), Some(0xdc00..=0xdfff)) => at += 12,
             Some(0xd800..=0xdfff) => {
                 out.push_str(&json[copied..at]);
                 out.push_str("\\ufffd");
@@ -54,18 +52,12 @@ pub fn surrogates(json: &str) -> Cow<'_, str> {
 /// The code unit of an escape `\uXXXX` that begins at `at`.
 fn unit(json: &str, at: usize) -> Option<u32> {
     let digits = json.get(at..at + 6)?.strip_prefix("\\u")?;
-    digits
-        .bytes()
-        .all(|b| b.is_ascii_hexdigit())
-        .then(|| u32::from_str_radix(digits, 16).ok())?
+    digits.bytes().all(|b| b.is_ascii_hexdigit()).then(|| u32::from_str_radix(digits, 16).ok())?
 }
 
 /// The first byte after the character at `at`; the end of the text at most.
 fn next_char(text: &str, at: usize) -> usize {
-    text[at..]
-        .chars()
-        .next()
-        .map_or(text.len(), |c| at + c.len_utf8())
+    text[at..].chars().next().map_or(text.len(), |c| at + c.len_utf8())
 }
 
 /// `json` without its photos; see [`Strip`].
@@ -121,15 +113,12 @@ fn verdict(key: &str, text: &str, what: Strip) -> Verdict {
         return Verdict::Keep;
     }
     let named = matches!(key, "data" | "base64");
-    let data_url =
-        text.starts_with("data:") && text[..256.min(floor(text, 256))].contains(";base64,");
+    let data_url = text.starts_with("data:") && text[..256.min(floor(text, 256))].contains(";base64,");
     match what {
         Strip::Photos if data_url || (named && is_base64(text)) => Verdict::Marker,
         Strip::Photos => Verdict::Keep,
         Strip::Outputs { .. } if data_url || is_base64(text) => Verdict::Marker,
-        Strip::Outputs { text_bytes_max } if text.len() > text_bytes_max => {
-            Verdict::Cut(cut_at(text, text_bytes_max))
-        }
+        Strip::Outputs { text_bytes_max } if text.len() > text_bytes_max => Verdict::Cut(cut_at(text, text_bytes_max)),
         Strip::Outputs { .. } => Verdict::Keep,
     }
 }
@@ -172,9 +161,7 @@ fn cut_at(text: &str, bytes_max: usize) -> usize {
         let next = match text[at..].chars().next() {
             None => return at,
             Some('\\') => match unit(text, at) {
-                Some(0xd800..=0xdbff) if matches!(unit(text, at + 6), Some(0xdc00..=0xdfff)) => {
-                    at + 12
-                }
+                Some(0xd800..=0xdbff) if matches!(unit(text, at + 6), Some(0xdc00..=0xdfff)) => at + 12,
                 Some(_) => at + 6,
                 None => next_char(text, (at + 1).min(text.len())),
             },
@@ -204,9 +191,7 @@ fn floor(text: &str, bytes_max: usize) -> usize {
 mod tests {
     use super::*;
 
-    const CUT: Strip = Strip::Outputs {
-        text_bytes_max: 2000,
-    };
+    const CUT: Strip = Strip::Outputs { text_bytes_max: 2000 };
 
     #[test]
     fn lone_surrogates_are_replaced_and_pairs_stay() {
@@ -228,19 +213,12 @@ mod tests {
     #[test]
     fn a_photo_goes_and_all_around_it_stays() {
         let data = "iVBORw0KGgo\\/".repeat(200);
-        let json = format!(
-            r#"[{{"type":"image","source":{{"data" : "{data}","n":1e400}}}},{{"text":"a \" b"}}]"#
-        );
-        let want = format!(
-            r#"[{{"type":"image","source":{{"data" : "{MARKER}","n":1e400}}}},{{"text":"a \" b"}}]"#
-        );
+        let json = format!(r#"[{{"type":"image","source":{{"data" : "{data}","n":1e400}}}},{{"text":"a \" b"}}]"#);
+        let want = format!(r#"[{{"type":"image","source":{{"data" : "{MARKER}","n":1e400}}}},{{"text":"a \" b"}}]"#);
         assert_eq!(strip(&json, Strip::Photos), want);
         assert_eq!(strip(&json, CUT), want);
         let url = format!(r#"{{"url":"data:image\/png;base64,{data}"}}"#);
-        assert_eq!(
-            strip(&url, Strip::Photos),
-            format!(r#"{{"url":"{MARKER}"}}"#)
-        );
+        assert_eq!(strip(&url, Strip::Photos), format!(r#"{{"url":"{MARKER}"}}"#));
     }
 
     #[test]
@@ -248,20 +226,13 @@ mod tests {
         let json = format!(r#"{{"text":"{}"}}"#, "x".repeat(5000));
         assert_eq!(strip(&json, Strip::Photos), json);
         assert_eq!(strip(&json, CUT), format!(r#"{{"text":"{MARKER}"}}"#));
-        let short = format!(
-            r#"{{"data":"{}","pad":"{}"}}"#,
-            "x".repeat(1023),
-            "y ".repeat(99)
-        );
+        let short = format!(r#"{{"data":"{}","pad":"{}"}}"#, "x".repeat(1023), "y ".repeat(99));
         assert_eq!(strip(&short, CUT), short);
     }
 
     #[test]
     fn text_that_talks_about_a_photo_comes_back_unchanged() {
-        let json = format!(
-            r#"{{"text":"{{\"type\":\"image\",\"data\":\"{}\"}}"}}"#,
-            "iVBO".repeat(400)
-        );
+        let json = format!(r#"{{"text":"{{\"type\":\"image\",\"data\":\"{}\"}}"}}"#, "iVBO".repeat(400));
         assert_eq!(strip(&json, Strip::Photos), json);
     }
 
@@ -272,10 +243,7 @@ mod tests {
             let out = strip(&json, CUT);
             let value: serde_json::Value = serde_json::from_str(&out).unwrap();
             assert!(out.len() < 2100, "{piece}");
-            assert!(
-                value["content"].as_str().unwrap().ends_with("more bytes]"),
-                "{piece}"
-            );
+            assert!(value["content"].as_str().unwrap().ends_with("more bytes]"), "{piece}");
         }
     }
 

@@ -67,15 +67,7 @@ impl TurnTracker {
     /// A run that has said nothing; `session` is the id it was started with.
     #[must_use]
     pub fn new(session: SessionId) -> Self {
-        Self {
-            session,
-            reset: false,
-            spoke: false,
-            greeted: false,
-            asked_once: false,
-            ours: None,
-            agents: None,
-        }
+        Self { session, reset: false, spoke: false, greeted: false, asked_once: false, ours: None, agents: None }
     }
 
     /// The line of `turn` is about to be written. The pump does so only while no turn runs.
@@ -94,10 +86,7 @@ impl TurnTracker {
     /// The turn that what is said now belongs to.
     #[must_use]
     pub fn current(&self) -> Option<&TurnId> {
-        self.agents
-            .as_ref()
-            .map(|a| &a.turn)
-            .or(self.ours.as_ref().map(|o| &o.turn))
+        self.agents.as_ref().map(|a| &a.turn).or(self.ours.as_ref().map(|o| &o.turn))
     }
 
     /// A turn of ours or the agent's is under way.
@@ -136,9 +125,7 @@ impl TurnTracker {
                 self.late_begin(&mut steps);
                 self.said(said);
             }
-            AgentMessage::User(_)
-            | AgentMessage::StreamEvent { .. }
-            | AgentMessage::ApiRetry { .. } => {
+            AgentMessage::User(_) | AgentMessage::StreamEvent { .. } | AgentMessage::ApiRetry { .. } => {
                 self.late_begin(&mut steps);
             }
             AgentMessage::Result(result) => {
@@ -190,11 +177,7 @@ impl TurnTracker {
     fn begin_agents(&mut self, steps: &mut Vec<Step>) {
         self.greeted = false;
         let turn = TurnId::fresh();
-        self.agents = Some(Agents {
-            turn: turn.clone(),
-            interrupted: false,
-            last_assistant_uuid: None,
-        });
+        self.agents = Some(Agents { turn: turn.clone(), interrupted: false, last_assistant_uuid: None });
         steps.push(Step::AgentTurnBegan(turn));
     }
 
@@ -212,13 +195,7 @@ impl TurnTracker {
 
     fn result(&mut self, result: &TurnResult) -> Option<TurnEnd> {
         if let Some(agents) = self.agents.take() {
-            return Some(end(
-                agents.turn,
-                false,
-                result,
-                agents.interrupted,
-                agents.last_assistant_uuid,
-            ));
+            return Some(end(agents.turn, false, result, agents.interrupted, agents.last_assistant_uuid));
         }
         let ours = self.ours.as_mut()?;
         let answers_it = match &result.user_message_uuids {
@@ -232,20 +209,11 @@ impl TurnTracker {
             return None;
         }
         let ours = self.ours.take()?;
-        Some(end(
-            ours.turn,
-            true,
-            result,
-            ours.interrupted,
-            ours.last_assistant_uuid,
-        ))
+        Some(end(ours.turn, true, result, ours.interrupted, ours.last_assistant_uuid))
     }
 
     fn lifecycle(&mut self, command: &str, state: CommandState) -> Option<TurnEnd> {
-        let ours = self
-            .ours
-            .as_mut()
-            .filter(|ours| ours.turn.as_str() == command)?;
+        let ours = self.ours.as_mut().filter(|ours| ours.turn.as_str() == command)?;
         match state {
             CommandState::Completed | CommandState::Cancelled if ours.begun => {
                 ours.folded = true;
@@ -255,39 +223,17 @@ impl TurnTracker {
                 let ours = self.ours.take()?;
                 Some(match ours.foreign {
                     // It was answered inside the turn that ended just before.
-                    Some(foreign) => end(
-                        ours.turn,
-                        true,
-                        &foreign,
-                        ours.interrupted,
-                        ours.last_assistant_uuid,
-                    ),
+                    Some(foreign) => end(ours.turn, true, &foreign, ours.interrupted, ours.last_assistant_uuid),
                     None => {
-                        let result = TurnResult {
-                            subtype: "success".to_owned(),
-                            ..TurnResult::default()
-                        };
-                        TurnEnd {
-                            had_it_already: true,
-                            ..end(ours.turn, true, &result, ours.interrupted, None)
-                        }
+                        let result = TurnResult { subtype: "success".to_owned(), ..TurnResult::default() };
+                        TurnEnd { had_it_already: true, ..end(ours.turn, true, &result, ours.interrupted, None) }
                     }
                 })
             }
             CommandState::Cancelled => {
                 let ours = self.ours.take()?;
-                let result = TurnResult {
-                    is_error: true,
-                    subtype: "cancelled".to_owned(),
-                    ..TurnResult::default()
-                };
-                Some(end(
-                    ours.turn,
-                    true,
-                    &result,
-                    true,
-                    ours.last_assistant_uuid,
-                ))
+                let result = TurnResult { is_error: true, subtype: "cancelled".to_owned(), ..TurnResult::default() };
+                Some(end(ours.turn, true, &result, true, ours.last_assistant_uuid))
             }
             CommandState::Queued | CommandState::Started | CommandState::Other => None,
         }
@@ -332,8 +278,7 @@ mod tests {
     const INIT: &str = r#"{"type":"system","subtype":"init","session_id":"s"}"#;
     const SAID: &str = r#"{"type":"assistant","uuid":"a1","message":{"content":"x"}}"#;
     const PLAIN: &str = r#"{"type":"result","subtype":"success","is_error":false}"#;
-    const FOREIGN: &str =
-        r#"{"type":"result","subtype":"success","is_error":false,"origin":{"kind":"task"}}"#;
+    const FOREIGN: &str = r#"{"type":"result","subtype":"success","is_error":false,"origin":{"kind":"task"}}"#;
 
     /// What a table's row does: ask a turn, interrupt, or hear a line.
     enum Do<'a> {
@@ -350,11 +295,10 @@ mod tests {
             match row {
                 Ask(id) => tracker.begin(TurnId::parse(id).unwrap()),
                 Stop => out.push(format!("stop {}", tracker.interrupt())),
-                Hear(line) => out.extend(tracker.hear(&parse(line.as_bytes())).into_iter().map(
-                    |step| match step {
-                        Step::AgentTurnBegan(_) => "agent's".to_owned(),
-                        Step::SessionId { id, cleared } => format!("id {id} {cleared}"),
-                        Step::Ended(e) => format!(
+                Hear(line) => out.extend(tracker.hear(&parse(line.as_bytes())).into_iter().map(|step| match step {
+                    Step::AgentTurnBegan(_) => "agent's".to_owned(),
+                    Step::SessionId { id, cleared } => format!("id {id} {cleared}"),
+                    Step::Ended(e) => format!(
                         "{} ended{}{}{}{}",
                         if e.ours { e.turn.as_str() } else { "agent's" },
                         if e.is_error { " error" } else { "" },
@@ -362,10 +306,9 @@ mod tests {
                         if e.had_it_already { " had it" } else { "" },
                         e.last_assistant_uuid.map(|u| format!(" {u}")).unwrap_or_default(),
                     ),
-                        Step::AskInterruptAgain => "ask again".to_owned(),
-                        Step::StartRefused(errors) => format!("refused {errors:?}"),
-                    },
-                )),
+                    Step::AskInterruptAgain => "ask again".to_owned(),
+                    Step::StartRefused(errors) => format!("refused {errors:?}"),
+                })),
             }
         }
         out
@@ -381,16 +324,10 @@ mod tests {
 
     #[test]
     fn a_turn_ends_with_its_own_result_once() {
-        assert_eq!(
-            story(&[Ask("t"), Hear(INIT), Hear(SAID), Hear(PLAIN), Hear(PLAIN)]),
-            ["t ended a1"]
-        );
+        assert_eq!(story(&[Ask("t"), Hear(INIT), Hear(SAID), Hear(PLAIN), Hear(PLAIN)]), ["t ended a1"]);
         let own = answers("\"x\",\"t\"");
         let done = lifecycle("t", "completed");
-        assert_eq!(
-            story(&[Ask("t"), Hear(INIT), Hear(&own), Hear(&done)]),
-            ["t ended"]
-        );
+        assert_eq!(story(&[Ask("t"), Hear(INIT), Hear(&own), Hear(&done)]), ["t ended"]);
     }
 
     #[test]
@@ -399,41 +336,23 @@ mod tests {
         let none = answers("");
         let own = answers("\"t\"");
         for other in [FOREIGN, &late, &none] {
-            assert_eq!(
-                story(&[Ask("t"), Hear(INIT), Hear(other)]),
-                Vec::<String>::new()
-            );
-            assert_eq!(
-                story(&[Ask("t"), Hear(other), Hear(INIT), Hear(SAID), Hear(&own)]),
-                ["t ended a1"]
-            );
+            assert_eq!(story(&[Ask("t"), Hear(INIT), Hear(other)]), Vec::<String>::new());
+            assert_eq!(story(&[Ask("t"), Hear(other), Hear(INIT), Hear(SAID), Hear(&own)]), ["t ended a1"]);
         }
     }
 
     #[test]
     fn a_message_that_the_agent_had_already_is_over_without_a_turn() {
         let done = lifecycle("t", "completed");
-        assert_eq!(
-            story(&[Ask("t"), Hear(&lifecycle("t", "queued")), Hear(&done)]),
-            ["t ended had it"]
-        );
-        assert_eq!(
-            story(&[Ask("t"), Hear(&lifecycle("x", "completed"))]),
-            Vec::<String>::new()
-        );
+        assert_eq!(story(&[Ask("t"), Hear(&lifecycle("t", "queued")), Hear(&done)]), ["t ended had it"]);
+        assert_eq!(story(&[Ask("t"), Hear(&lifecycle("x", "completed"))]), Vec::<String>::new());
     }
 
     #[test]
     fn a_line_folded_into_the_agents_own_turn_ends_with_it_in_either_order() {
         let done = lifecycle("t", "completed");
-        assert_eq!(
-            story(&[Ask("t"), Hear(INIT), Hear(SAID), Hear(&done), Hear(FOREIGN)]),
-            ["t ended a1"]
-        );
-        assert_eq!(
-            story(&[Ask("t"), Hear(INIT), Hear(SAID), Hear(FOREIGN), Hear(&done)]),
-            ["t ended a1"]
-        );
+        assert_eq!(story(&[Ask("t"), Hear(INIT), Hear(SAID), Hear(&done), Hear(FOREIGN)]), ["t ended a1"]);
+        assert_eq!(story(&[Ask("t"), Hear(INIT), Hear(SAID), Hear(FOREIGN), Hear(&done)]), ["t ended a1"]);
     }
 
     #[test]
@@ -449,27 +368,15 @@ mod tests {
             Hear(INIT),
             Hear(PLAIN),
         ];
-        assert_eq!(
-            story(&rows),
-            ["t ended", "agent's", "agent's ended a1", "u ended"]
-        );
+        assert_eq!(story(&rows), ["t ended", "agent's", "agent's ended a1", "u ended"]);
     }
 
     #[test]
     fn a_greeting_is_no_turn_until_something_follows() {
-        assert_eq!(
-            story(&[Hear(INIT), Ask("t"), Hear(SAID), Hear(PLAIN)]),
-            ["t ended a1"]
-        );
-        assert_eq!(
-            story(&[Hear(INIT), Hear(SAID), Hear(FOREIGN)]),
-            ["agent's", "agent's ended a1"]
-        );
+        assert_eq!(story(&[Hear(INIT), Ask("t"), Hear(SAID), Hear(PLAIN)]), ["t ended a1"]);
+        assert_eq!(story(&[Hear(INIT), Hear(SAID), Hear(FOREIGN)]), ["agent's", "agent's ended a1"]);
         let failed = r#"{"type":"result","is_error":true}"#;
-        assert_eq!(
-            story(&[Hear(INIT), Hear(failed)]),
-            ["agent's", "agent's ended error"]
-        );
+        assert_eq!(story(&[Hear(INIT), Hear(failed)]), ["agent's", "agent's ended error"]);
     }
 
     #[test]
@@ -477,18 +384,10 @@ mod tests {
         let failed = r#"{"type":"result","is_error":true,"subtype":"error_during_execution"}"#;
         assert_eq!(
             story(&[Stop, Ask("t"), Stop, Hear(INIT), Hear(failed)]),
-            [
-                "stop false",
-                "stop true",
-                "ask again",
-                "t ended error interrupted"
-            ]
+            ["stop false", "stop true", "ask again", "t ended error interrupted"]
         );
         let gone = lifecycle("t", "cancelled");
-        assert_eq!(
-            story(&[Ask("t"), Stop, Hear(&gone)]),
-            ["stop true", "t ended error interrupted"]
-        );
+        assert_eq!(story(&[Ask("t"), Stop, Hear(&gone)]), ["stop true", "t ended error interrupted"]);
         assert_eq!(
             story(&[Ask("t"), Hear(INIT), Stop, Hear(&gone), Hear(failed)]),
             ["stop true", "t ended error interrupted"]
@@ -498,14 +397,8 @@ mod tests {
     #[test]
     fn an_error_before_anything_else_is_a_refused_start() {
         let refused = r#"{"type":"result","subtype":"error_during_execution","is_error":true,"errors":["No conversation found"]}"#;
-        assert_eq!(
-            story(&[Ask("t"), Hear("noise"), Hear(refused)]),
-            [r#"refused ["No conversation found"]"#]
-        );
-        assert_eq!(
-            story(&[Ask("t"), Hear(INIT), Hear(refused)]),
-            ["t ended error"]
-        );
+        assert_eq!(story(&[Ask("t"), Hear("noise"), Hear(refused)]), [r#"refused ["No conversation found"]"#]);
+        assert_eq!(story(&[Ask("t"), Hear(INIT), Hear(refused)]), ["t ended error"]);
     }
 
     #[test]
@@ -533,10 +426,7 @@ mod tests {
     #[test]
     fn a_subagents_words_are_not_the_last_of_the_turn() {
         let sub = r#"{"type":"assistant","uuid":"sub","parent_tool_use_id":"x","message":{"content":"x"}}"#;
-        assert_eq!(
-            story(&[Ask("t"), Hear(INIT), Hear(SAID), Hear(sub), Hear(PLAIN)]),
-            ["t ended a1"]
-        );
+        assert_eq!(story(&[Ask("t"), Hear(INIT), Hear(SAID), Hear(sub), Hear(PLAIN)]), ["t ended a1"]);
     }
 
     /// Replays a recording; asks the turns that it names where a real host would have.
@@ -546,27 +436,21 @@ mod tests {
         let mut out = Vec::new();
         for line in text.lines() {
             let message = parse(line.as_bytes());
-            if let AgentMessage::Lifecycle {
-                command,
-                state: CommandState::Started,
-            } = &message
+            if let AgentMessage::Lifecycle { command, state: CommandState::Started } = &message
+                && !tracker.is_busy()
             {
-                if !tracker.is_busy() {
-                    tracker.begin(TurnId::parse(command).unwrap());
-                }
+                tracker.begin(TurnId::parse(command).unwrap());
             }
             for step in tracker.hear(&message) {
-                match step {
+                match &step {
                     Step::Ended(e) => {
                         assert!(e.last_assistant_uuid.is_some());
-                        out.push(format!(
-                            "{} {}",
-                            if e.ours { "ours" } else { "agent's" },
-                            e.subtype
-                        ));
+                        out.push(format!("{} {}", if e.ours { "ours" } else { "agent's" }, e.subtype));
                     }
                     Step::AgentTurnBegan(_) => out.push("began".into()),
-                    other => panic!("{other:?}"),
+                    Step::SessionId { .. } | Step::AskInterruptAgain | Step::StartRefused(_) => {
+                        panic!("{step:?}")
+                    }
                 }
             }
         }
@@ -576,9 +460,11 @@ mod tests {
 
     fn parse_init(text: &str) -> SessionId {
         text.lines()
-            .find_map(|line| match parse(line.as_bytes()) {
-                AgentMessage::Init { session } => SessionId::parse(&session?).ok(),
-                _ => None,
+            .find_map(|line| {
+                let AgentMessage::Init { session } = parse(line.as_bytes()) else {
+                    return None;
+                };
+                SessionId::parse(&session?).ok()
             })
             .unwrap()
     }
@@ -591,10 +477,7 @@ mod tests {
             (f::TOOLS, &["ours success"]),
             (f::RETRIED, &["ours success"]),
             (f::BACKGROUND, &["ours success", "began", "agent's success"]),
-            (
-                f::INTERRUPTED,
-                &["ours error_during_execution", "ours success"],
-            ),
+            (f::INTERRUPTED, &["ours error_during_execution", "ours success"]),
             (f::QUEUED, &["ours success", "ours success"]),
         ] {
             assert_eq!(replay(text), want);

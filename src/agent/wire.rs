@@ -40,12 +40,7 @@ impl Lines {
     /// No bytes yet; lines over `line_bytes_max` will be skipped.
     #[must_use]
     pub fn new(line_bytes_max: usize) -> Self {
-        Self {
-            buffer: Vec::new(),
-            line_bytes_max,
-            skipping: false,
-            skipped: 0,
-        }
+        Self { buffer: Vec::new(), line_bytes_max, skipping: false, skipped: 0 }
     }
 
     /// Takes `bytes` and calls `each` with every line that is now whole, without its LF.
@@ -288,20 +283,15 @@ fn message(f: &Fields<'_>, whole: &str) -> AgentMessage {
     let kind = string(f.r#type).unwrap_or_default();
     let subtype = string(f.subtype);
     match (kind.as_str(), subtype.as_deref().unwrap_or("")) {
-        ("system", "init") => AgentMessage::Init {
-            session: string(f.session_id),
-        },
-        ("conversation_reset", _) | ("system", "conversation_reset") => {
-            AgentMessage::ConversationReset
-        }
+        ("system", "init") => AgentMessage::Init { session: string(f.session_id) },
+        ("conversation_reset", _) | ("system", "conversation_reset") => AgentMessage::ConversationReset,
         ("compact_boundary", _) | ("system", "compact_boundary") => AgentMessage::CompactBoundary,
         ("assistant", _) => AgentMessage::Assistant(said(f)),
         ("user", _) => AgentMessage::User(said(f)),
         ("stream_event", _) => match f.event {
-            Some(event) => AgentMessage::StreamEvent {
-                event: own(event),
-                parent_tool_use_id: string(f.parent_tool_use_id),
-            },
+            Some(event) => {
+                AgentMessage::StreamEvent { event: own(event), parent_tool_use_id: string(f.parent_tool_use_id) }
+            }
             None => AgentMessage::Quiet,
         },
         ("result", _) => AgentMessage::Result(Box::new(result(f, subtype.unwrap_or_default()))),
@@ -341,9 +331,7 @@ fn message(f: &Fields<'_>, whole: &str) -> AgentMessage {
                     subtype: string(inner.subtype).unwrap_or_default(),
                     tool_name: string(inner.tool_name),
                 },
-                None => AgentMessage::Unknown {
-                    kind: "control_request without request_id".to_owned(),
-                },
+                None => AgentMessage::Unknown { kind: "control_request without request_id".to_owned() },
             }
         }
         // The family of system notes grows with every version; none that we do not act on is worth a person's eye.
@@ -358,9 +346,7 @@ fn message(f: &Fields<'_>, whole: &str) -> AgentMessage {
             | "keep_alive",
             _,
         ) => AgentMessage::Quiet,
-        (_, sub) => AgentMessage::Unknown {
-            kind: short_kind(f.r#type, &kind, sub),
-        },
+        (_, sub) => AgentMessage::Unknown { kind: short_kind(f.r#type, &kind, sub) },
     }
 }
 
@@ -434,9 +420,7 @@ const ERROR_BYTES_MAX: usize = 2048;
 const ERRORS_MAX: usize = 16;
 
 fn inner(raw: &RawValue) -> Fields<'_> {
-    serde_json::Deserializer::from_str(raw.get())
-        .deserialize_map(ReadFields)
-        .unwrap_or_default()
+    serde_json::Deserializer::from_str(raw.get()).deserialize_map(ReadFields).unwrap_or_default()
 }
 
 fn own(raw: &RawValue) -> Raw {
@@ -455,10 +439,7 @@ fn strings(raw: &RawValue) -> Vec<String> {
     let Ok(items) = serde_json::from_str::<Vec<&RawValue>>(raw.get()) else {
         return Vec::new();
     };
-    items
-        .into_iter()
-        .map(|item| string(Some(item)).unwrap_or_else(|| item.get().to_owned()))
-        .collect()
+    items.into_iter().map(|item| string(Some(item)).unwrap_or_else(|| item.get().to_owned())).collect()
 }
 
 fn truth(raw: Option<&RawValue>) -> bool {
@@ -468,9 +449,7 @@ fn truth(raw: Option<&RawValue>) -> bool {
 fn number(raw: Option<&RawValue>) -> Option<u64> {
     let text = raw?.get();
     // A duration may come as 12.5; a float past the range of u64 saturates.
-    text.parse()
-        .ok()
-        .or_else(|| float(raw).filter(|f| *f >= 0.0).map(|f| f as u64))
+    text.parse().ok().or_else(|| float(raw).filter(|f| *f >= 0.0).map(|f| f as u64))
 }
 
 fn float(raw: Option<&RawValue>) -> Option<f64> {
@@ -528,9 +507,7 @@ mod tests {
         let mut lines = Lines::new(line_bytes_max);
         let mut out = Vec::new();
         for chunk in chunks {
-            lines.push(chunk.as_bytes(), |line| {
-                out.push(String::from_utf8_lossy(line).into_owned())
-            });
+            lines.push(chunk.as_bytes(), |line| out.push(String::from_utf8_lossy(line).into_owned()));
         }
         lines.finish(|line| out.push(format!("{}|end", String::from_utf8_lossy(line))));
         (out, lines.skipped())
@@ -538,23 +515,14 @@ mod tests {
 
     #[test]
     fn lines_are_cut_at_lf_wherever_the_chunks_end() {
-        assert_eq!(
-            split(99, &["a\nb", "c\n", "\nd"]).0,
-            ["a", "bc", "", "d|end"]
-        );
+        assert_eq!(split(99, &["a\nb", "c\n", "\nd"]).0, ["a", "bc", "", "d|end"]);
         assert_eq!(split(99, &["a\r\n\u{2028}b\n"]).0, ["a\r", "\u{2028}b"]);
     }
 
     #[test]
     fn a_line_over_the_limit_is_skipped_and_counted_and_hides_no_neighbour() {
-        assert_eq!(
-            split(4, &["ok\ntoolong\nok2\n"]),
-            (vec!["ok".into(), "ok2".into()], 1)
-        );
-        assert_eq!(
-            split(4, &["ok\ntoo", "long", "er\nok2\n", "12345"]),
-            (vec!["ok".into(), "ok2".into()], 2)
-        );
+        assert_eq!(split(4, &["ok\ntoolong\nok2\n"]), (vec!["ok".into(), "ok2".into()], 1));
+        assert_eq!(split(4, &["ok\ntoo", "long", "er\nok2\n", "12345"]), (vec!["ok".into(), "ok2".into()], 2));
         assert_eq!(split(4, &["1234\n12345\n"]), (vec!["1234".into()], 1));
     }
 
@@ -567,10 +535,7 @@ mod tests {
                 count += 1;
                 let message = parse(line);
                 assert!(
-                    !matches!(
-                        message,
-                        AgentMessage::Unknown { .. } | AgentMessage::Unreadable(_)
-                    ),
+                    !matches!(message, AgentMessage::Unknown { .. } | AgentMessage::Unreadable(_)),
                     "{name} line {count}: {message:?}"
                 );
             });
@@ -588,21 +553,15 @@ mod tests {
             panic!()
         };
         assert_eq!(r.errors, ["a", "5", "{\"x\":1}", "\u{fffd}"]);
-        assert_eq!(
-            (r.duration_ms, r.num_turns, r.total_cost_usd),
-            (Some(12), None, None)
-        );
-        assert_eq!(
-            (r.user_message_uuids, r.has_origin, r.is_error),
-            (Some(vec![]), false, true)
-        );
+        assert_eq!((r.duration_ms, r.num_turns, r.total_cost_usd), (Some(12), None, None));
+        assert_eq!((r.user_message_uuids, r.has_origin, r.is_error), (Some(vec![]), false, true));
     }
 
     #[test]
     fn a_failure_without_details_keeps_the_text_of_its_result() {
-        let AgentMessage::Result(r) = parse(
-            br#"{"type":"result","subtype":"success","is_error":true,"result":"API Error: 400"}"#,
-        ) else {
+        let AgentMessage::Result(r) =
+            parse(br#"{"type":"result","subtype":"success","is_error":true,"result":"API Error: 400"}"#)
+        else {
             panic!()
         };
         assert_eq!(r.errors, ["API Error: 400"]);
@@ -611,11 +570,7 @@ mod tests {
 
     #[test]
     fn strange_lines_never_fail_and_say_what_they_are() {
-        let nested = format!(
-            "{{\"type\":\"x\",\"a\":{}{}}}",
-            "[".repeat(5000),
-            "]".repeat(5000)
-        );
+        let nested = format!("{{\"type\":\"x\",\"a\":{}{}}}", "[".repeat(5000), "]".repeat(5000));
         let table: &[(&[u8], &str)] = &[
             (b"", "Quiet"),
             (b"  \r", "Quiet"),
@@ -628,46 +583,24 @@ mod tests {
             (b"\xff\xfe\x00", "Unreadable"),
             (b"{}", "Unknown"),
             (b"{\"type\":5}", "Unknown"),
-            (
-                b"{\"type\":\"brand_new\",\"n\":1e400,\"n\":123456789012345678901234567890}",
-                "Unknown",
-            ),
+            (b"{\"type\":\"brand_new\",\"n\":1e400,\"n\":123456789012345678901234567890}", "Unknown"),
             (nested.as_bytes(), "Unknown"),
             (b"{\"type\":\"a\",\"type\":\"keep_alive\"}", "Quiet"),
             (b"\xef\xbb\xbf{\"type\":\"keep_alive\"}", "Quiet"),
-            (
-                b"{\"type\":\"system\",\"subtype\":\"hook_started\"}",
-                "Quiet",
-            ),
+            (b"{\"type\":\"system\",\"subtype\":\"hook_started\"}", "Quiet"),
             (b"{\"type\":\"system\"}", "Unknown"),
-            (
-                b"{\"type\":\"assistant\",\"message\":5,\"uuid\":{}}",
-                "Assistant",
-            ),
+            (b"{\"type\":\"assistant\",\"message\":5,\"uuid\":{}}", "Assistant"),
             (b"{\"type\":\"user\",\"bad\xff\":\"\xc3\"}", "User"),
             (b"{\"\\ud83d\":1,\"type\":\"user\"}", "User"),
             (b"{\"type\":\"stream_event\"}", "Quiet"),
             (b"{\"type\":\"result\"}", "Result"),
-            (
-                b"{\"type\":\"control_response\",\"response\":7}",
-                "ControlResponse",
-            ),
-            (
-                b"{\"type\":\"control_request\",\"request\":{\"subtype\":\"can_use_tool\"}}",
-                "Unknown",
-            ),
-            (
-                b"{\"type\":\"command_lifecycle\",\"state\":\"brand_new\"}",
-                "Lifecycle",
-            ),
+            (b"{\"type\":\"control_response\",\"response\":7}", "ControlResponse"),
+            (b"{\"type\":\"control_request\",\"request\":{\"subtype\":\"can_use_tool\"}}", "Unknown"),
+            (b"{\"type\":\"command_lifecycle\",\"state\":\"brand_new\"}", "Lifecycle"),
         ];
         for (line, want) in table {
             let got = format!("{:?}", parse(line));
-            assert!(
-                got.starts_with(want),
-                "{} gave {got}, not {want}",
-                String::from_utf8_lossy(line)
-            );
+            assert!(got.starts_with(want), "{} gave {got}, not {want}", String::from_utf8_lossy(line));
         }
     }
 
@@ -678,17 +611,12 @@ mod tests {
         else {
             panic!()
         };
-        assert_eq!(
-            event.get(),
-            r#"{"n":123456789012345678901234567890,"a":1,"a":2,"f":1e400}"#
-        );
+        assert_eq!(event.get(), r#"{"n":123456789012345678901234567890,"a":1,"a":2,"f":1e400}"#);
     }
 
     #[test]
     fn an_unknown_kind_is_cut_at_a_character() {
-        let AgentMessage::Unknown { kind } =
-            parse(format!("{{\"type\":\"{}\"}}", "ä".repeat(90)).as_bytes())
-        else {
+        let AgentMessage::Unknown { kind } = parse(format!("{{\"type\":\"{}\"}}", "ä".repeat(90)).as_bytes()) else {
             panic!()
         };
         assert_eq!(kind, "ä".repeat(32));

@@ -1,3 +1,5 @@
+//! Files of transcripts as they grow, are replaced, shared and torn.
+
 use std::fs::{self, OpenOptions};
 use std::io::{Read, Write};
 use std::path::PathBuf;
@@ -653,7 +655,7 @@ fn a_turn_is_looked_up_in_whole_parsed_lines() {
         home.archive.look_up(&id("none"), &["u1"]).unwrap(),
         Trace::NoFile
     );
-    home.put("torn", u1[..u1.len() - 2].as_bytes());
+    home.put("torn", &u1.as_bytes()[..u1.len() - 2]);
     assert_eq!(
         home.archive.look_up(&id("torn"), &["u1"]).unwrap(),
         Trace::NotRecorded

@@ -342,6 +342,10 @@ pub fn parse(method: &str, target: &str) -> Result<Route, Refusal> {
                 wait_ms,
             })
         }
+        ["api", "session-media", rest @ ..] if rest.len() != 3 => {
+            get()?;
+            Err(bad("a photo is named by <sessionId>/<entryUuid>/<index>").into())
+        }
         ["api", "session-media", of, entry, n] => {
             get()?;
             let of = SessionId::parse(of).map_err(|e| field("sessionId", e))?;

@@ -51,54 +51,18 @@ pub(super) struct Ledger {
 
 /// One statement to run.
 enum Op<'a> {
-    PutTurn {
-        turn: TurnId,
-        session: SessionId,
-        members: String,
-        attempt: u32,
-    },
-    Members {
-        turn: TurnId,
-        members: String,
-    },
-    Recalled {
-        turn: &'a TurnId,
-    },
-    Stopped {
-        turn: &'a TurnId,
-    },
-    DropTurn {
-        turn: TurnId,
-    },
-    Delivered {
-        turn: &'a TurnId,
-        session: SessionId,
-        members: String,
-        outcome: &'a str,
-    },
-    DropOpen {
-        mid: EventId,
-        has_images: bool,
-    },
-    Cleared {
-        claim: MessageId,
-        mid: EventId,
-    },
-    Failed {
-        mid: EventId,
-        error: &'a str,
-    },
-    Retried {
-        mid: EventId,
-        ord: i64,
-    },
-    Alone {
-        mid: EventId,
-    },
-    Moved {
-        was: &'a SessionId,
-        now: &'a SessionId,
-    },
+    PutTurn { turn: TurnId, session: SessionId, members: String, attempt: u32 },
+    Members { turn: TurnId, members: String },
+    Recalled { turn: &'a TurnId },
+    Stopped { turn: &'a TurnId },
+    DropTurn { turn: TurnId },
+    Delivered { turn: &'a TurnId, session: SessionId, members: String, outcome: &'a str },
+    DropOpen { mid: EventId, has_images: bool },
+    Cleared { claim: MessageId, mid: EventId },
+    Failed { mid: EventId, error: &'a str },
+    Retried { mid: EventId, ord: i64 },
+    Alone { mid: EventId },
+    Moved { was: &'a SessionId, now: &'a SessionId },
     Fact(&'a Change),
 }
 
@@ -115,12 +79,7 @@ pub(super) fn join(members: &[MessageUuid]) -> String {
 }
 
 /// Runs one cached statement.
-pub(super) fn run(
-    db: &Connection,
-    faults: &Faults,
-    sql: &str,
-    args: impl rusqlite::Params,
-) -> rusqlite::Result<usize> {
+pub(super) fn run(db: &Connection, faults: &Faults, sql: &str, args: impl rusqlite::Params) -> rusqlite::Result<usize> {
     faults.check()?;
     db.prepare_cached(sql)?.execute(args)
 }
@@ -189,11 +148,7 @@ impl Ledger {
     /// How the message stands; `None` if it is no longer owed.
     pub fn state_of(&self, message: &MessageUuid) -> Option<MessageState> {
         let open = self.open.get(message)?;
-        let dispatched = open
-            .turn
-            .as_ref()
-            .and_then(|turn| self.turns.get(turn))
-            .is_some_and(|turn| turn.dispatched);
+        let dispatched = open.turn.as_ref().and_then(|turn| self.turns.get(turn)).is_some_and(|turn| turn.dispatched);
         Some(match (open.failed, dispatched) {
             (true, _) => MessageState::Failed,
             (false, true) => MessageState::Dispatched,
@@ -235,13 +190,7 @@ impl Ledger {
                 db,
                 faults,
                 "INSERT INTO image(mid, n, number, mime, bytes) VALUES(?1, ?2, ?3, ?4, ?5)",
-                params![
-                    event_id,
-                    i64::try_from(n).unwrap_or(i64::MAX),
-                    image.number,
-                    image.mime,
-                    &image.bytes[..]
-                ],
+                params![event_id, i64::try_from(n).unwrap_or(i64::MAX), image.number, image.mime, &image.bytes[..]],
             )?;
         }
         let open = Open {
@@ -280,23 +229,12 @@ impl Ledger {
 
     fn plan<'a>(&mut self, change: &'a Change, ops: &mut Vec<Op<'a>>) -> Result<()> {
         match change {
-            Change::Dispatch {
-                session,
-                turn,
-                members,
-                attempt,
-            } => {
+            Change::Dispatch { session, turn, members, attempt } => {
                 self.plan_dispatch(session, turn, members, *attempt, ops)?;
             }
             Change::Recall { turn } => match self.turns.get(turn).cloned() {
                 Some(was) => {
-                    self.set_turn(
-                        turn,
-                        Some(OpenTurn {
-                            dispatched: false,
-                            ..was
-                        }),
-                    );
+                    self.set_turn(turn, Some(OpenTurn { dispatched: false, ..was }));
                     ops.push(Op::Recalled { turn });
                 }
                 None => log::warn!("journal: recall of turn {turn}, which is not open"),
@@ -315,12 +253,7 @@ impl Ledger {
                     self.set_turn(turn, None);
                     ops.push(Op::DropTurn { turn: turn.clone() });
                     let members = join(&was.members);
-                    ops.push(Op::Delivered {
-                        turn,
-                        session: was.session,
-                        members,
-                        outcome,
-                    });
+                    ops.push(Op::Delivered { turn, session: was.session, members, outcome });
                 }
             }
             Change::Clear { messages, why: _ } => {
@@ -362,12 +295,8 @@ impl Ledger {
             },
             Change::Alias { was, now } | Change::Move { was, now } => {
                 let mine = |session: &SessionId| session == was;
-                let messages: Vec<_> = self
-                    .open
-                    .iter()
-                    .filter(|(_, open)| mine(&open.session))
-                    .map(|(key, _)| key.clone())
-                    .collect();
+                let messages: Vec<_> =
+                    self.open.iter().filter(|(_, open)| mine(&open.session)).map(|(key, _)| key.clone()).collect();
                 for message in &messages {
                     self.change_open(message, |open| open.session = now.clone());
                 }
@@ -375,15 +304,7 @@ impl Ledger {
                     .turns
                     .iter()
                     .filter(|(_, turn)| mine(&turn.session))
-                    .map(|(key, turn)| {
-                        (
-                            key.clone(),
-                            OpenTurn {
-                                session: now.clone(),
-                                ..turn.clone()
-                            },
-                        )
-                    })
+                    .map(|(key, turn)| (key.clone(), OpenTurn { session: now.clone(), ..turn.clone() }))
                     .collect();
                 for (key, turn) in turns {
                     self.set_turn(&key, Some(turn));
@@ -413,51 +334,30 @@ impl Ledger {
         ops: &mut Vec<Op<'_>>,
     ) -> Result<()> {
         if members.is_empty() {
-            return Err(Error::internal(format!(
-                "dispatch of turn {turn} without messages"
-            )));
+            return Err(Error::internal(format!("dispatch of turn {turn} without messages")));
         }
         if let Some(was) = self.turns.get(turn)
             && was.members != members
         {
-            return Err(Error::internal(format!(
-                "turn {turn} is dispatched again with other messages"
-            )));
+            return Err(Error::internal(format!("turn {turn} is dispatched again with other messages")));
         }
-        if let Some((other, _)) = self
-            .turns
-            .iter()
-            .find(|(key, open)| open.session == *session && *key != turn)
-        {
-            return Err(Error::internal(format!(
-                "dispatch of turn {turn} while turn {other} is unfinished"
-            )));
+        if let Some((other, _)) = self.turns.iter().find(|(key, open)| open.session == *session && *key != turn) {
+            return Err(Error::internal(format!("dispatch of turn {turn} while turn {other} is unfinished")));
         }
         for member in members {
             match self.open.get(member) {
                 Some(open) if !open.failed && open.turn.as_ref().is_none_or(|of| of == turn) => {}
                 Some(_) | None => {
-                    return Err(Error::internal(format!(
-                        "dispatch of message {member}, which is not accepted"
-                    )));
+                    return Err(Error::internal(format!("dispatch of message {member}, which is not accepted")));
                 }
             }
         }
         for member in members {
             self.change_open(member, |open| open.turn = Some(turn.clone()));
         }
-        let row = OpenTurn {
-            session: session.clone(),
-            members: members.to_vec(),
-            dispatched: true,
-        };
+        let row = OpenTurn { session: session.clone(), members: members.to_vec(), dispatched: true };
         self.set_turn(turn, Some(row));
-        ops.push(Op::PutTurn {
-            turn: turn.clone(),
-            session: session.clone(),
-            members: join(members),
-            attempt,
-        });
+        ops.push(Op::PutTurn { turn: turn.clone(), session: session.clone(), members: join(members), attempt });
         Ok(())
     }
 
@@ -465,24 +365,15 @@ impl Ledger {
     fn failed(&self, message: &MessageUuid) -> Result<EventId> {
         match self.open.get(message) {
             Some(open) if open.failed => Ok(open.mid),
-            Some(_) => Err(Error::new(
-                Code::NotFailed,
-                format!("message {message} has not failed"),
-            )),
-            None => Err(Error::new(
-                Code::NotFound,
-                format!("no message {message} is waiting"),
-            )),
+            Some(_) => Err(Error::new(Code::NotFailed, format!("message {message} has not failed"))),
+            None => Err(Error::new(Code::NotFound, format!("no message {message} is waiting"))),
         }
     }
 
     fn drop_open(&mut self, message: &MessageUuid, ops: &mut Vec<Op<'_>>) -> Option<Open> {
         let was = self.open.get(message).cloned()?;
         self.set_open(message, None);
-        ops.push(Op::DropOpen {
-            mid: was.mid,
-            has_images: was.has_images,
-        });
+        ops.push(Op::DropOpen { mid: was.mid, has_images: was.has_images });
         Some(was)
     }
 
@@ -491,10 +382,7 @@ impl Ledger {
         if let Some(was) = self.drop_open(message, ops)
             && let Some(claim) = was.claim
         {
-            ops.push(Op::Cleared {
-                claim,
-                mid: was.mid,
-            });
+            ops.push(Op::Cleared { claim, mid: was.mid });
         }
     }
 
@@ -548,12 +436,9 @@ impl Op<'_> {
                 run(db, faults, "DELETE FROM open WHERE mid=?1", [mid])?
             }
             // The claim may have lived out its days and be another message's by now.
-            Op::Cleared { claim, mid } => run(
-                db,
-                faults,
-                "UPDATE claim SET cleared=1 WHERE id=?1 AND event_id=?2",
-                params![claim.as_str(), mid],
-            )?,
+            Op::Cleared { claim, mid } => {
+                run(db, faults, "UPDATE claim SET cleared=1 WHERE id=?1 AND event_id=?2", params![claim.as_str(), mid])?
+            }
             Op::Failed { mid, error } => {
                 run(db, faults, "UPDATE open SET failed=1, error=?2 WHERE mid=?1", params![mid, error])?
             }
@@ -665,12 +550,8 @@ pub(super) fn claim(
     }
     faults.check()?;
     let (row, same) = db
-        .prepare_cached(
-            "SELECT session, uuid, event_id, turn, cleared, hash=?2 FROM claim WHERE id=?1",
-        )?
-        .query_row(params![claim.id.as_str(), &claim.hash[..]], |row| {
-            Ok((claim_row(row)?, row.get::<_, bool>(5)?))
-        })?;
+        .prepare_cached("SELECT session, uuid, event_id, turn, cleared, hash=?2 FROM claim WHERE id=?1")?
+        .query_row(params![claim.id.as_str(), &claim.hash[..]], |row| Ok((claim_row(row)?, row.get::<_, bool>(5)?)))?;
     if !same {
         return Ok(Claimed::Conflict);
     }
@@ -685,11 +566,7 @@ pub(super) fn claim_row(row: &rusqlite::Row<'_>) -> rusqlite::Result<ClaimAnswer
         message_uuid: id(row, 1, MessageUuid::parse)?,
         event_id: row.get(2)?,
         turn: maybe_id(row, 3, TurnId::parse)?,
-        state: if row.get(4)? {
-            MessageState::Cleared
-        } else {
-            MessageState::Done
-        },
+        state: if row.get(4)? { MessageState::Cleared } else { MessageState::Done },
     })
 }
 

@@ -28,9 +28,8 @@ use sha2::{Digest as _, Sha256};
 
 pub use trouble::{FaultKind, Faults};
 pub use types::{
-    AcceptOutcome, Acceptance, Change, Claim, ClaimAnswer, Conflict, ImageMeta, JournalOptions,
-    JournalStats, KeptAnswer, KeptEvent, MessageState, Owed, OwedTurn, PendingRow, Recovered,
-    SessionRow, Unit,
+    AcceptOutcome, Acceptance, Change, Claim, ClaimAnswer, Conflict, ImageMeta, JournalOptions, JournalStats,
+    KeptAnswer, KeptEvent, MessageState, Owed, OwedTurn, PendingRow, Recovered, SessionRow, Unit,
 };
 
 use crate::bus::{EventStore, Publisher, StoredEvent};
@@ -111,11 +110,7 @@ impl Shared {
     }
 
     fn trouble(&self) -> Option<String> {
-        if self.is_bad() {
-            self.trouble.lock().clone()
-        } else {
-            None
-        }
+        if self.is_bad() { self.trouble.lock().clone() } else { None }
     }
 
     /// True if that is news.
@@ -138,9 +133,7 @@ impl Shared {
 
     fn committed(&self, records: usize, us: u64) {
         self.count(|n| &n.commits, 1);
-        self.counters
-            .batch_max
-            .fetch_max(records as u64, Ordering::Relaxed);
+        self.counters.batch_max.fetch_max(records as u64, Ordering::Relaxed);
         self.counters.commit_us.store(us, Ordering::Relaxed);
     }
 
@@ -149,9 +142,7 @@ impl Shared {
     }
 
     fn set_wal_pages(&self, pages: i32) {
-        self.counters
-            .wal_pages
-            .store(u64::from(pages.unsigned_abs()), Ordering::Relaxed);
+        self.counters.wal_pages.store(u64::from(pages.unsigned_abs()), Ordering::Relaxed);
     }
 
     fn give_bytes(&self, bytes: usize) {
@@ -180,10 +171,7 @@ impl Places {
     pub fn take(&mut self, count: usize) -> Places {
         let count = count.min(self.count);
         self.count -= count;
-        Places {
-            shared: Arc::clone(&self.shared),
-            count,
-        }
+        Places { shared: Arc::clone(&self.shared), count }
     }
 
     /// Takes others in.
@@ -227,21 +215,12 @@ impl Journal {
     ///
     /// # Errors
     /// One clear line: the file is foreign, damaged or of a newer program, or the disk says no.
-    pub fn open(
-        dir: &Path,
-        options: JournalOptions,
-        publisher: Arc<dyn Publisher>,
-    ) -> Result<(Journal, Recovered)> {
+    pub fn open(dir: &Path, options: JournalOptions, publisher: Arc<dyn Publisher>) -> Result<(Journal, Recovered)> {
         let path = schema::path_in(dir);
         let busy = Duration::from_millis(options.busy_ms);
         let (db, epoch) = schema::open_writer(&path, busy, options.pages_max)?;
-        let (recovered, ledger) = recover::recover(&db, epoch).map_err(|e| {
-            Error::internal(format!(
-                "journal {}: {}",
-                path.display(),
-                trouble::words(&e)
-            ))
-        })?;
+        let (recovered, ledger) = recover::recover(&db, epoch)
+            .map_err(|e| Error::internal(format!("journal {}: {}", path.display(), trouble::words(&e))))?;
         let (jobs, waiting) = unbounded();
         let shared = Arc::new(Shared {
             places: AtomicUsize::new(0),
@@ -271,20 +250,8 @@ impl Journal {
             owed: VecDeque::new(),
             times: Times::new(),
         };
-        threads::spawn(
-            Name::fixed("journal"),
-            STACK_BYTES,
-            OnPanic::EndProcess,
-            move || writer.run(),
-        )?;
-        Ok((
-            Journal {
-                jobs,
-                shared,
-                claim_age_ms,
-            },
-            recovered,
-        ))
+        threads::spawn(Name::fixed("journal"), STACK_BYTES, OnPanic::EndProcess, move || writer.run())?;
+        Ok((Journal { jobs, shared, claim_age_ms }, recovered))
     }
 
     /// Takes `places` places in the queue.
@@ -308,20 +275,12 @@ impl Journal {
             return Err(Error::new(Code::ShuttingDown, "the journal is closed"));
         }
         let max = self.shared.places_max;
-        let taken = self
-            .shared
-            .places
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |taken| {
-                taken.checked_add(places).filter(|sum| *sum <= max)
-            });
+        let taken = self.shared.places.fetch_update(Ordering::AcqRel, Ordering::Acquire, |taken| {
+            taken.checked_add(places).filter(|sum| *sum <= max)
+        });
         match taken {
-            Ok(_) => Ok(Places {
-                shared: Arc::clone(&self.shared),
-                count: places,
-            }),
-            Err(taken) => Err(cannot_record(&format!(
-                "{taken} of {max} places are taken by records that wait"
-            ))),
+            Ok(_) => Ok(Places { shared: Arc::clone(&self.shared), count: places }),
+            Err(taken) => Err(cannot_record(&format!("{taken} of {max} places are taken by records that wait"))),
         }
     }
 
@@ -336,57 +295,32 @@ impl Journal {
     /// commits.
     pub fn accept(&self, acceptance: Acceptance, place: Places, done: Done<AcceptOutcome>) {
         debug_assert!(place.count() >= 1, "a record needs a place");
-        let images: usize = acceptance
-            .message
-            .images
-            .iter()
-            .map(|image| image.bytes.len())
-            .sum();
+        let images: usize = acceptance.message.images.iter().map(|image| image.bytes.len()).sum();
         // The text stands in the message and in its event.
         let bytes = acceptance.message.text.len() * 2 + images;
         self.shared.bytes.fetch_add(bytes, Ordering::AcqRel);
-        self.send(Job::Accept {
-            acceptance,
-            bytes,
-            place,
-            done,
-        });
+        self.send(Job::Accept { acceptance, bytes, place, done });
     }
 
     /// Records a unit, or fails and leaves everything as it was: the caller undoes. Never blocks.
     pub fn submit(&self, unit: Unit, place: Places, done: Done<Vec<EventId>>) {
         debug_assert!(place.count() >= 1, "a record needs a place");
-        self.send(Job::Unit {
-            unit,
-            owed: false,
-            place,
-            done,
-        });
+        self.send(Job::Unit { unit, owed: false, place, done });
     }
 
     /// Records an outcome: kept and tried again, in order and before anything newer, until it commits. Fails only if it
     /// is no legal move, or at the end of the program. Never blocks.
     pub fn owe(&self, unit: Unit, place: Places, done: Done<Vec<EventId>>) {
         debug_assert!(place.count() >= 1, "a record needs a place");
-        self.send(Job::Unit {
-            unit,
-            owed: true,
-            place,
-            done,
-        });
+        self.send(Job::Unit { unit, owed: true, place, done });
     }
 
     /// What the first send under `claim` was answered; `None` if there was none in seven days.
     ///
     /// # Errors
     /// The journal cannot be read.
-    pub fn claim_answer(
-        &self,
-        claim: &Claim,
-    ) -> Result<Option<std::result::Result<ClaimAnswer, Conflict>>> {
-        self.shared
-            .readers
-            .claim_answer(claim, now_ms() - self.claim_age_ms)
+    pub fn claim_answer(&self, claim: &Claim) -> Result<Option<std::result::Result<ClaimAnswer, Conflict>>> {
+        self.shared.readers.claim_answer(claim, now_ms() - self.claim_age_ms)
     }
 
     /// What is accepted, dispatched or failed in `session`, in the order of delivery.
@@ -401,11 +335,7 @@ impl Journal {
     ///
     /// # Errors
     /// The journal cannot be read.
-    pub fn pending_image(
-        &self,
-        message: &MessageUuid,
-        n: usize,
-    ) -> Result<Option<(String, Vec<u8>)>> {
+    pub fn pending_image(&self, message: &MessageUuid, n: usize) -> Result<Option<(String, Vec<u8>)>> {
         self.shared.readers.pending_image(message, n)
     }
 
@@ -421,11 +351,7 @@ impl Journal {
     ///
     /// # Errors
     /// The journal cannot be read.
-    pub fn delivered_since(
-        &self,
-        session: &SessionId,
-        since_ms: UnixMs,
-    ) -> Result<Vec<(MessageUuid, TurnId)>> {
+    pub fn delivered_since(&self, session: &SessionId, since_ms: UnixMs) -> Result<Vec<(MessageUuid, TurnId)>> {
         self.shared.readers.delivered_since(session, since_ms)
     }
 
@@ -465,12 +391,7 @@ impl Journal {
         }
         let mut closed = self.shared.closed.lock();
         while !*closed {
-            if self
-                .shared
-                .closed_now
-                .wait_until(&mut closed, deadline)
-                .timed_out()
-            {
+            if self.shared.closed_now.wait_until(&mut closed, deadline).timed_out() {
                 return *closed;
             }
         }

@@ -84,15 +84,8 @@ struct Model {
 
 impl Place {
     fn waiting(&self) -> Vec<&Held> {
-        let taken = self
-            .turn
-            .as_ref()
-            .map(|t| t.members.as_slice())
-            .unwrap_or_default();
-        self.held
-            .iter()
-            .filter(|h| !h.failed && !taken.contains(&h.uuid))
-            .collect()
+        let taken = self.turn.as_ref().map(|t| t.members.as_slice()).unwrap_or_default();
+        self.held.iter().filter(|h| !h.failed && !taken.contains(&h.uuid)).collect()
     }
 
     fn remove(&mut self, uuid: &MessageUuid) {
@@ -111,10 +104,7 @@ impl Place {
 
     fn state(&self, uuid: &MessageUuid) -> Option<MessageState> {
         let held = self.held.iter().find(|h| h.uuid == *uuid)?;
-        let dispatched = self
-            .turn
-            .as_ref()
-            .is_some_and(|t| t.dispatched && t.members.contains(uuid));
+        let dispatched = self.turn.as_ref().is_some_and(|t| t.dispatched && t.members.contains(uuid));
         Some(match (held.failed, dispatched) {
             (true, _) => MessageState::Failed,
             (false, true) => MessageState::Dispatched,
@@ -123,28 +113,19 @@ impl Place {
     }
 
     fn any(&self, n: u8) -> Option<Held> {
-        if self.held.is_empty() {
-            None
-        } else {
-            self.held.get(usize::from(n) % self.held.len()).cloned()
-        }
+        if self.held.is_empty() { None } else { self.held.get(usize::from(n) % self.held.len()).cloned() }
     }
 }
 
 impl Model {
     fn answer_now(&self, answer: &ClaimAnswer) -> ClaimAnswer {
         let uuid = &answer.message_uuid;
-        let state = self.places.iter().find_map(|p| p.state(uuid)).unwrap_or({
-            if self.cleared.contains(uuid) {
-                MessageState::Cleared
-            } else {
-                MessageState::Done
-            }
-        });
-        ClaimAnswer {
-            state,
-            ..answer.clone()
-        }
+        let state = self
+            .places
+            .iter()
+            .find_map(|p| p.state(uuid))
+            .unwrap_or({ if self.cleared.contains(uuid) { MessageState::Cleared } else { MessageState::Done } });
+        ClaimAnswer { state, ..answer.clone() }
     }
 }
 
@@ -171,40 +152,22 @@ impl Round {
             Act::Dispatch(s) => self.dispatch(s),
             Act::Recall(s) => {
                 if let Some(turn) = self.model.places[s].turn.clone() {
-                    self.change(Change::Recall {
-                        turn: turn.turn.clone(),
-                    })
-                    .unwrap();
-                    self.model.places[s].turn = Some(Turn {
-                        dispatched: false,
-                        ..turn
-                    });
+                    self.change(Change::Recall { turn: turn.turn.clone() }).unwrap();
+                    self.model.places[s].turn = Some(Turn { dispatched: false, ..turn });
                 }
             }
             Act::Stopped(s) => {
                 if let Some(turn) = self.model.places[s].turn.clone() {
-                    self.change(Change::Stopped {
-                        turn: turn.turn.clone(),
-                    })
-                    .unwrap();
-                    self.model.places[s].turn = Some(Turn {
-                        stopped: true,
-                        ..turn
-                    });
+                    self.change(Change::Stopped { turn: turn.turn.clone() }).unwrap();
+                    self.model.places[s].turn = Some(Turn { stopped: true, ..turn });
                 }
             }
             Act::Done(s) => {
                 if let Some(turn) = self.model.places[s].turn.take() {
-                    self.change(Change::Done {
-                        turn: turn.turn.clone(),
-                        outcome: "success".into(),
-                    })
-                    .unwrap();
+                    self.change(Change::Done { turn: turn.turn.clone(), outcome: "success".into() }).unwrap();
                     let place = &mut self.model.places[s];
                     place.held.retain(|h| !turn.members.contains(&h.uuid));
-                    place
-                        .delivered
-                        .extend(turn.members.into_iter().map(|m| (m, turn.turn.clone())));
+                    place.delivered.extend(turn.members.into_iter().map(|m| (m, turn.turn.clone())));
                 }
             }
             Act::Split(s) => {
@@ -217,52 +180,33 @@ impl Round {
             }
             Act::Clear(s, n) => {
                 if let Some(held) = self.model.places[s].any(n) {
-                    self.change(Change::Clear {
-                        messages: vec![held.uuid.clone()],
-                        why: "stopped".into(),
-                    })
-                    .unwrap();
+                    self.change(Change::Clear { messages: vec![held.uuid.clone()], why: "stopped".into() }).unwrap();
                     self.model.places[s].remove(&held.uuid);
                     self.model.cleared.push(held.uuid);
                 }
             }
             Act::Fail(s, n) => {
                 if let Some(held) = self.model.places[s].any(n) {
-                    self.change(Change::Fail {
-                        messages: vec![held.uuid.clone()],
-                        error: "odd".into(),
-                    })
-                    .unwrap();
+                    self.change(Change::Fail { messages: vec![held.uuid.clone()], error: "odd".into() }).unwrap();
                     let place = &mut self.model.places[s];
                     place.leave(&held.uuid);
-                    place
-                        .held
-                        .iter_mut()
-                        .filter(|h| h.uuid == held.uuid)
-                        .for_each(|h| h.failed = true);
+                    place.held.iter_mut().filter(|h| h.uuid == held.uuid).for_each(|h| h.failed = true);
                 }
             }
             Act::Retry(s, n) => {
                 if let Some(held) = self.model.places[s].any(n) {
-                    let result = self.change(Change::Retry {
-                        message: held.uuid.clone(),
-                    });
+                    let result = self.change(Change::Retry { message: held.uuid.clone() });
                     assert_eq!(result.is_ok(), held.failed);
                     if held.failed {
                         let place = &mut self.model.places[s];
                         place.held.retain(|h| h.uuid != held.uuid);
-                        place.held.push(Held {
-                            failed: false,
-                            ..held
-                        });
+                        place.held.push(Held { failed: false, ..held });
                     }
                 }
             }
             Act::Discard(s, n) => {
                 if let Some(held) = self.model.places[s].any(n) {
-                    let result = self.change(Change::Discard {
-                        message: held.uuid.clone(),
-                    });
+                    let result = self.change(Change::Discard { message: held.uuid.clone() });
                     assert_eq!(result.is_ok(), held.failed);
                     if held.failed {
                         self.model.places[s].remove(&held.uuid);
@@ -292,24 +236,13 @@ impl Round {
     fn accept(&mut self, s: usize, key: Option<u8>, text: u8) {
         self.said += 1;
         // Under a claim few texts, so that some repeats are repeats and some are conflicts.
-        let text = if key.is_some() {
-            format!("text {text}")
-        } else {
-            format!("said {}", self.said)
-        };
-        let a = acceptance(
-            SESSIONS[s],
-            &text,
-            key.map(|k| format!("key-{k}")).as_deref(),
-        );
+        let text = if key.is_some() { format!("text {text}") } else { format!("said {}", self.said) };
+        let a = acceptance(SESSIONS[s], &text, key.map(|k| format!("key-{k}")).as_deref());
         let (uuid, turn) = (a.message.uuid.clone(), a.turn.clone());
         let outcome = self.desk.accept(a).unwrap();
         if let Some((was, answer)) = key.and_then(|k| self.model.claims.get(&k)) {
             if *was == text {
-                assert_eq!(
-                    outcome,
-                    AcceptOutcome::Repeat(self.model.answer_now(answer))
-                );
+                assert_eq!(outcome, AcceptOutcome::Repeat(self.model.answer_now(answer)));
             } else {
                 assert_eq!(outcome, AcceptOutcome::Conflict);
             }
@@ -328,12 +261,7 @@ impl Round {
             };
             self.model.claims.insert(key, (text.clone(), answer));
         }
-        self.model.places[s].held.push(Held {
-            uuid,
-            text,
-            failed: false,
-            alone: false,
-        });
+        self.model.places[s].held.push(Held { uuid, text, failed: false, alone: false });
     }
 
     fn dispatch(&mut self, s: usize) {
@@ -343,11 +271,7 @@ impl Round {
             None => {
                 let waiting = place.waiting();
                 let Some(first) = waiting.first() else { return };
-                let count = if first.alone {
-                    1
-                } else {
-                    waiting.iter().take_while(|h| !h.alone).count()
-                };
+                let count = if first.alone { 1 } else { waiting.iter().take_while(|h| !h.alone).count() };
                 let members: Vec<_> = waiting[..count].iter().map(|h| h.uuid.clone()).collect();
                 (TurnId::of(&members[0]), members, 1)
             }
@@ -359,44 +283,20 @@ impl Round {
             attempt: attempts,
         };
         self.change(change).unwrap();
-        let stopped = self.model.places[s]
-            .turn
-            .as_ref()
-            .is_some_and(|t| t.stopped);
-        self.model.places[s].turn = Some(Turn {
-            turn,
-            members,
-            attempts,
-            stopped,
-            dispatched: true,
-        });
+        let stopped = self.model.places[s].turn.as_ref().is_some_and(|t| t.stopped);
+        self.model.places[s].turn = Some(Turn { turn, members, attempts, stopped, dispatched: true });
     }
 
     /// What readers see is the model.
     fn check(&self) {
         for (place, session) in self.model.places.iter().zip(SESSIONS) {
             let rows = self.desk.journal.pending(&sid(session)).unwrap();
-            let seen: Vec<_> = rows
-                .iter()
-                .map(|r| (r.message.clone(), r.text.clone(), r.state))
-                .collect();
-            let want: Vec<_> = place
-                .held
-                .iter()
-                .map(|h| {
-                    (
-                        h.uuid.clone(),
-                        h.text.clone(),
-                        place.state(&h.uuid).unwrap(),
-                    )
-                })
-                .collect();
+            let seen: Vec<_> = rows.iter().map(|r| (r.message.clone(), r.text.clone(), r.state)).collect();
+            let want: Vec<_> =
+                place.held.iter().map(|h| (h.uuid.clone(), h.text.clone(), place.state(&h.uuid).unwrap())).collect();
             assert_eq!(seen, want);
             for row in &rows {
-                let turn = place
-                    .turn
-                    .as_ref()
-                    .filter(|t| t.members.contains(&row.message));
+                let turn = place.turn.as_ref().filter(|t| t.members.contains(&row.message));
                 assert_eq!(row.turn, turn.map(|t| t.turn.clone()));
             }
             let mut delivered = self.desk.journal.delivered_since(&sid(session), 0).unwrap();
@@ -406,19 +306,11 @@ impl Round {
             assert_eq!(delivered, want);
         }
         for (key, (text, answer)) in &self.model.claims {
-            let claim = acceptance("s", text, Some(&format!("key-{key}")))
-                .claim
-                .unwrap();
-            assert_eq!(
-                self.desk.journal.claim_answer(&claim).unwrap(),
-                Some(Ok(self.model.answer_now(answer)))
-            );
+            let claim = acceptance("s", text, Some(&format!("key-{key}"))).claim.unwrap();
+            assert_eq!(self.desk.journal.claim_answer(&claim).unwrap(), Some(Ok(self.model.answer_now(answer))));
         }
         let store = self.desk.journal.events_after(0, usize::MAX).unwrap();
-        assert_eq!(
-            store.iter().map(|e| e.id).collect::<Vec<_>>(),
-            (1..=self.model.events).collect::<Vec<_>>()
-        );
+        assert_eq!(store.iter().map(|e| e.id).collect::<Vec<_>>(), (1..=self.model.events).collect::<Vec<_>>());
         let told = self.desk.heard.ids();
         let from = self.desk.recovered.head + 1;
         assert_eq!(told, (from..=self.model.events).collect::<Vec<_>>());
@@ -428,41 +320,17 @@ impl Round {
     fn check_recovered(&self) {
         assert_eq!(self.desk.recovered.head, self.model.events);
         for (place, session) in self.model.places.iter().zip(SESSIONS) {
-            let owed = self
-                .desk
-                .recovered
-                .owed
-                .iter()
-                .find(|o| o.session == sid(session));
+            let owed = self.desk.recovered.owed.iter().find(|o| o.session == sid(session));
             let Some(owed) = owed else {
                 assert!(place.held.is_empty());
                 continue;
             };
-            let queue: Vec<_> = owed
-                .queue
-                .iter()
-                .map(|m| (m.uuid.clone(), m.text.clone()))
-                .collect();
+            let queue: Vec<_> = owed.queue.iter().map(|m| (m.uuid.clone(), m.text.clone())).collect();
             let waiting = place.waiting();
-            assert_eq!(
-                queue,
-                waiting
-                    .iter()
-                    .map(|h| (h.uuid.clone(), h.text.clone()))
-                    .collect::<Vec<_>>()
-            );
-            let alone: Vec<_> = waiting
-                .iter()
-                .filter(|h| h.alone)
-                .map(|h| h.uuid.clone())
-                .collect();
+            assert_eq!(queue, waiting.iter().map(|h| (h.uuid.clone(), h.text.clone())).collect::<Vec<_>>());
+            let alone: Vec<_> = waiting.iter().filter(|h| h.alone).map(|h| h.uuid.clone()).collect();
             assert_eq!(owed.alone, alone);
-            let failed: Vec<_> = place
-                .held
-                .iter()
-                .filter(|h| h.failed)
-                .map(|h| h.uuid.clone())
-                .collect();
+            let failed: Vec<_> = place.held.iter().filter(|h| h.failed).map(|h| h.uuid.clone()).collect();
             assert_eq!(owed.failed, failed);
             let turn = owed.turn.as_ref().map(|t| Turn {
                 turn: t.turn.clone(),

@@ -42,11 +42,7 @@ pub(super) struct Pruned {
 }
 
 /// True if an event is due, by age or by size; reads only.
-pub(super) fn events_due(
-    db: &Connection,
-    options: &JournalOptions,
-    now: UnixMs,
-) -> rusqlite::Result<bool> {
+pub(super) fn events_due(db: &Connection, options: &JournalOptions, now: UnixMs) -> rusqlite::Result<bool> {
     if is_over(db, options)? {
         return Ok(true);
     }
@@ -57,24 +53,16 @@ pub(super) fn events_due(
 }
 
 fn is_over(db: &Connection, options: &JournalOptions) -> rusqlite::Result<bool> {
-    let pages: u64 = db
-        .pragma_query_value(None, "page_count", |row| row.get::<_, i64>(0))?
-        .unsigned_abs();
-    let free: u64 = db
-        .pragma_query_value(None, "freelist_count", |row| row.get::<_, i64>(0))?
-        .unsigned_abs();
-    let page_bytes: u64 = db
-        .pragma_query_value(None, "page_size", |row| row.get::<_, i64>(0))?
-        .unsigned_abs();
+    let pages: u64 = db.pragma_query_value(None, "page_count", |row| row.get::<_, i64>(0))?.unsigned_abs();
+    let free: u64 = db.pragma_query_value(None, "freelist_count", |row| row.get::<_, i64>(0))?.unsigned_abs();
+    let page_bytes: u64 = db.pragma_query_value(None, "page_size", |row| row.get::<_, i64>(0))?.unsigned_abs();
     if pages.saturating_sub(free) * page_bytes <= options.bytes_max {
         return Ok(false);
     }
     let (oldest, newest): (Option<i64>, Option<i64>) = db
         .prepare_cached("SELECT (SELECT min(id) FROM event), (SELECT max(id) FROM event)")?
         .query_row([], |row| Ok((row.get(0)?, row.get(1)?)))?;
-    Ok(
-        matches!((oldest, newest), (Some(oldest), Some(newest)) if newest - oldest >= EVENTS_KEPT_MIN),
-    )
+    Ok(matches!((oldest, newest), (Some(oldest), Some(newest)) if newest - oldest >= EVENTS_KEPT_MIN))
 }
 
 /// One step inside a transaction of the caller.
@@ -106,9 +94,7 @@ pub(super) fn step(
     if let Some(after) = walk.claims_after.take() {
         let old = now - options.claim_age_ms;
         walk.claims_after = db
-            .prepare_cached(
-                "SELECT max(id) FROM (SELECT id FROM claim WHERE id>?1 ORDER BY id LIMIT ?2)",
-            )?
+            .prepare_cached("SELECT max(id) FROM (SELECT id FROM claim WHERE id>?1 ORDER BY id LIMIT ?2)")?
             .query_row(params![after, ROWS_PER_STEP], |row| row.get(0))?;
         if let Some(upto) = &walk.claims_after {
             run(

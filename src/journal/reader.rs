@@ -33,11 +33,7 @@ pub(super) struct Readers {
 
 impl Readers {
     pub fn new(path: PathBuf, busy: Duration) -> Self {
-        Self {
-            path,
-            busy,
-            idle: Mutex::new(Vec::new()),
-        }
+        Self { path, busy, idle: Mutex::new(Vec::new()) }
     }
 
     /// Asks with a connection of the pool; a connection that failed is not kept.
@@ -145,11 +141,7 @@ impl Readers {
         })
     }
 
-    pub fn pending_image(
-        &self,
-        message: &MessageUuid,
-        n: usize,
-    ) -> Result<Option<(String, Vec<u8>)>> {
+    pub fn pending_image(&self, message: &MessageUuid, n: usize) -> Result<Option<(String, Vec<u8>)>> {
         self.ask(|db| {
             db.prepare_cached(
                 "SELECT i.mime, i.bytes FROM image i WHERE i.mid=(SELECT mid FROM open WHERE uuid=?1) AND i.n=?2",
@@ -165,9 +157,7 @@ impl Readers {
         self.ask(|db| {
             let snapshot = db.unchecked_transaction()?;
             let found = snapshot
-                .prepare_cached(
-                    "SELECT mid, uuid, at_ms, images, user, text FROM open WHERE uuid=?1",
-                )?
+                .prepare_cached("SELECT mid, uuid, at_ms, images, user, text FROM open WHERE uuid=?1")?
                 .query_row([message.as_str()], |row| message_of(&snapshot, row))
                 .optional()?;
             snapshot.commit()?;
@@ -175,11 +165,7 @@ impl Readers {
         })
     }
 
-    pub fn delivered_since(
-        &self,
-        session: &SessionId,
-        since_ms: UnixMs,
-    ) -> Result<Vec<(MessageUuid, TurnId)>> {
+    pub fn delivered_since(&self, session: &SessionId, since_ms: UnixMs) -> Result<Vec<(MessageUuid, TurnId)>> {
         self.ask(|db| {
             let mut statement = db.prepare_cached(
                 "SELECT turn, members FROM delivered
@@ -199,10 +185,7 @@ impl Readers {
         self.ask(|db| {
             db.prepare_cached("SELECT responses, success FROM answer WHERE uuid=?1")?
                 .query_row([message.as_str()], |row| {
-                    Ok(KeptAnswer {
-                        responses_json: row.get(0)?,
-                        success: row.get(1)?,
-                    })
+                    Ok(KeptAnswer { responses_json: row.get(0)?, success: row.get(1)? })
                 })
                 .optional()
         })
@@ -216,23 +199,13 @@ pub(super) fn events_between(
     before: EventId,
     rows_max: usize,
 ) -> rusqlite::Result<Vec<StoredEvent>> {
-    let mut statement = db.prepare_cached(
-        "SELECT id, event, data, at FROM event WHERE id>?1 AND id<?2 ORDER BY id LIMIT ?3",
-    )?;
-    let mut found = statement.query(params![
-        after,
-        before,
-        i64::try_from(rows_max).unwrap_or(i64::MAX)
-    ])?;
+    let mut statement =
+        db.prepare_cached("SELECT id, event, data, at FROM event WHERE id>?1 AND id<?2 ORDER BY id LIMIT ?3")?;
+    let mut found = statement.query(params![after, before, i64::try_from(rows_max).unwrap_or(i64::MAX)])?;
     let mut rows = Vec::new();
     let mut bytes = 0;
     while let Some(row) = found.next()? {
-        let stored = StoredEvent {
-            id: row.get(0)?,
-            event: row.get(1)?,
-            data_json: row.get(2)?,
-            at: row.get(3)?,
-        };
+        let stored = StoredEvent { id: row.get(0)?, event: row.get(1)?, data_json: row.get(2)?, at: row.get(3)? };
         bytes += stored.data_json.len();
         rows.push(stored);
         if bytes > EVENTS_BYTES_MAX {
@@ -243,19 +216,12 @@ pub(super) fn events_between(
 }
 
 /// A member list, as `ledger::join` wrote it.
-pub(super) fn members(
-    row: &rusqlite::Row<'_>,
-    column: usize,
-) -> rusqlite::Result<Vec<MessageUuid>> {
+pub(super) fn members(row: &rusqlite::Row<'_>, column: usize) -> rusqlite::Result<Vec<MessageUuid>> {
     let text = row.get_ref(column)?.as_str()?;
     text.split(',')
         .map(|part| {
             MessageUuid::parse(part).map_err(|e| {
-                rusqlite::Error::FromSqlConversionFailure(
-                    column,
-                    rusqlite::types::Type::Text,
-                    Box::new(e),
-                )
+                rusqlite::Error::FromSqlConversionFailure(column, rusqlite::types::Type::Text, Box::new(e))
             })
         })
         .collect()
@@ -264,44 +230,29 @@ pub(super) fn members(
 type OpenTurns = Vec<(TurnId, Vec<MessageUuid>, bool)>;
 
 fn turns_of(db: &Connection, session: &SessionId) -> rusqlite::Result<OpenTurns> {
-    let mut statement =
-        db.prepare_cached("SELECT turn, members, dispatched FROM turn WHERE session=?1")?;
-    let found = statement.query_map([session.as_str()], |row| {
-        Ok((id(row, 0, TurnId::parse)?, members(row, 1)?, row.get(2)?))
-    })?;
+    let mut statement = db.prepare_cached("SELECT turn, members, dispatched FROM turn WHERE session=?1")?;
+    let found = statement
+        .query_map([session.as_str()], |row| Ok((id(row, 0, TurnId::parse)?, members(row, 1)?, row.get(2)?)))?;
     found.collect()
 }
 
 fn images_of(db: &Connection, mid: EventId) -> rusqlite::Result<Vec<ImageMeta>> {
-    let mut statement =
-        db.prepare_cached("SELECT number, mime, length(bytes) FROM image WHERE mid=?1 ORDER BY n")?;
+    let mut statement = db.prepare_cached("SELECT number, mime, length(bytes) FROM image WHERE mid=?1 ORDER BY n")?;
     let found = statement.query_map([mid], |row| {
-        Ok(ImageMeta {
-            number: row.get(0)?,
-            mime: row.get(1)?,
-            bytes: row.get::<_, i64>(2)?.unsigned_abs(),
-        })
+        Ok(ImageMeta { number: row.get(0)?, mime: row.get(1)?, bytes: row.get::<_, i64>(2)?.unsigned_abs() })
     })?;
     found.collect()
 }
 
 /// A whole message from `mid, uuid, at_ms, images, user, text`.
-pub(super) fn message_of(
-    db: &Connection,
-    row: &rusqlite::Row<'_>,
-) -> rusqlite::Result<(EventId, Arc<Message>)> {
+pub(super) fn message_of(db: &Connection, row: &rusqlite::Row<'_>) -> rusqlite::Result<(EventId, Arc<Message>)> {
     let mid = row.get(0)?;
     let images = if row.get::<_, i64>(3)? == 0 {
         Vec::new()
     } else {
-        let mut statement =
-            db.prepare_cached("SELECT number, mime, bytes FROM image WHERE mid=?1 ORDER BY n")?;
+        let mut statement = db.prepare_cached("SELECT number, mime, bytes FROM image WHERE mid=?1 ORDER BY n")?;
         let found = statement.query_map([mid], |row| {
-            Ok(Image {
-                number: row.get(0)?,
-                mime: row.get(1)?,
-                bytes: row.get_ref(2)?.as_blob()?.into(),
-            })
+            Ok(Image { number: row.get(0)?, mime: row.get(1)?, bytes: row.get_ref(2)?.as_blob()?.into() })
         })?;
         found.collect::<rusqlite::Result<_>>()?
     };

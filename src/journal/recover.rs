@@ -17,11 +17,7 @@ use crate::inbox::Message;
 pub(super) fn recover(db: &Connection, epoch: String) -> rusqlite::Result<(Recovered, Ledger)> {
     let mut ledger = Ledger::default();
     ledger.next_ord = 1;
-    let mut all = Recovered {
-        epoch,
-        head: head(db)?,
-        ..Recovered::default()
-    };
+    let mut all = Recovered { epoch, head: head(db)?, ..Recovered::default() };
     all.sessions = rows(
         db,
         "SELECT session, thread, created_ms, last_used_ms, label, resumable FROM session ORDER BY last_used_ms DESC",
@@ -40,21 +36,12 @@ pub(super) fn recover(db: &Connection, epoch: String) -> rusqlite::Result<(Recov
         Ok((id(row, 0, SessionId::parse)?, id(row, 1, SessionId::parse)?))
     })?;
     all.agents = rows(db, "SELECT session, pid, start_time FROM agent", |row| {
-        Ok((
-            id(row, 0, SessionId::parse)?,
-            row.get(1)?,
-            row.get::<_, i64>(2)?.unsigned_abs(),
-        ))
+        Ok((id(row, 0, SessionId::parse)?, row.get(1)?, row.get::<_, i64>(2)?.unsigned_abs()))
     })?;
-    all.state = rows(db, "SELECT key, value FROM state", |row| {
-        Ok((row.get(0)?, row.get(1)?))
-    })?;
-    all.features = rows(db, "SELECT session, json FROM feature", |row| {
-        Ok((id(row, 0, SessionId::parse)?, row.get(1)?))
-    })?;
-    all.threads = rows(db, "SELECT thread, json FROM thread", |row| {
-        Ok((row.get(0)?, row.get(1)?))
-    })?;
+    all.state = rows(db, "SELECT key, value FROM state", |row| Ok((row.get(0)?, row.get(1)?)))?;
+    all.features =
+        rows(db, "SELECT session, json FROM feature", |row| Ok((id(row, 0, SessionId::parse)?, row.get(1)?)))?;
+    all.threads = rows(db, "SELECT thread, json FROM thread", |row| Ok((row.get(0)?, row.get(1)?)))?;
     owed(db, &mut all.owed, &mut ledger)?;
     Ok((all, ledger))
 }
@@ -114,44 +101,28 @@ fn owed(db: &Connection, all: &mut Vec<Owed>, ledger: &mut Ledger) -> rusqlite::
                 has_images: !message.images.is_empty(),
             };
             ledger.open.insert(message.uuid.clone(), open);
-            in_order.push(Waiting {
-                message,
-                session,
-                failed,
-                alone: row.get(9)?,
-                thread: row.get(11)?,
-            });
+            in_order.push(Waiting { message, session, failed, alone: row.get(9)?, thread: row.get(11)? });
         }
     }
-    let turns = rows(
-        db,
-        "SELECT turn, session, members, attempts, dispatched, stopped FROM turn",
-        |row| {
-            Ok(TurnRow {
-                turn: id(row, 0, TurnId::parse)?,
-                session: id(row, 1, SessionId::parse)?,
-                members: members(row, 2)?,
-                attempts: row.get(3)?,
-                dispatched: row.get(4)?,
-                stopped: row.get(5)?,
-            })
-        },
-    )?;
-    let by_uuid: HashMap<&MessageUuid, &Waiting> =
-        in_order.iter().map(|w| (&w.message.uuid, w)).collect();
+    let turns = rows(db, "SELECT turn, session, members, attempts, dispatched, stopped FROM turn", |row| {
+        Ok(TurnRow {
+            turn: id(row, 0, TurnId::parse)?,
+            session: id(row, 1, SessionId::parse)?,
+            members: members(row, 2)?,
+            attempts: row.get(3)?,
+            dispatched: row.get(4)?,
+            stopped: row.get(5)?,
+        })
+    })?;
+    let by_uuid: HashMap<&MessageUuid, &Waiting> = in_order.iter().map(|w| (&w.message.uuid, w)).collect();
     let mut owed: Vec<Owed> = Vec::new();
     let mut taken: HashSet<&MessageUuid> = HashSet::new();
     for mut row in turns {
         let had = row.members.len();
-        row.members
-            .retain(|member| by_uuid.get(member).is_some_and(|w| !w.failed));
+        row.members.retain(|member| by_uuid.get(member).is_some_and(|w| !w.failed));
         if row.members.is_empty() || place(&mut owed, &row.session).turn.is_some() {
             // Never written so by us; its messages, if any, stay in the queue.
-            log::warn!(
-                "journal: turn {} of {} has no place and is taken apart",
-                row.turn,
-                row.session
-            );
+            log::warn!("journal: turn {} of {} has no place and is taken apart", row.turn, row.session);
             db.execute("DELETE FROM turn WHERE turn=?1", [row.turn.as_str()])?;
             continue;
         }
@@ -178,11 +149,7 @@ fn owed(db: &Connection, all: &mut Vec<Owed>, ledger: &mut Ledger) -> rusqlite::
             stopped: row.stopped,
             dispatched: row.dispatched,
         });
-        let open = OpenTurn {
-            session: row.session,
-            members: row.members,
-            dispatched: row.dispatched,
-        };
+        let open = OpenTurn { session: row.session, members: row.members, dispatched: row.dispatched };
         ledger.turns.insert(row.turn, open);
     }
     for waiting in &in_order {
@@ -205,19 +172,16 @@ fn owed(db: &Connection, all: &mut Vec<Owed>, ledger: &mut Ledger) -> rusqlite::
 }
 
 fn place<'a>(owed: &'a mut Vec<Owed>, session: &SessionId) -> &'a mut Owed {
-    let at = owed
-        .iter()
-        .position(|o| o.session == *session)
-        .unwrap_or_else(|| {
-            owed.push(Owed {
-                session: session.clone(),
-                turn: None,
-                queue: Vec::new(),
-                alone: Vec::new(),
-                failed: Vec::new(),
-                threads: Vec::new(),
-            });
-            owed.len() - 1
+    let at = owed.iter().position(|o| o.session == *session).unwrap_or_else(|| {
+        owed.push(Owed {
+            session: session.clone(),
+            turn: None,
+            queue: Vec::new(),
+            alone: Vec::new(),
+            failed: Vec::new(),
+            threads: Vec::new(),
         });
+        owed.len() - 1
+    });
     &mut owed[at]
 }

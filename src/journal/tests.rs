@@ -52,12 +52,7 @@ impl Desk {
     pub fn open(dir: Arc<TempDir>, options: JournalOptions) -> Self {
         let heard = Arc::new(Heard::default());
         let (journal, recovered) = Journal::open(dir.path(), options, heard.clone()).unwrap();
-        Self {
-            dir,
-            journal,
-            recovered,
-            heard,
-        }
+        Self { dir, journal, recovered, heard }
     }
 
     /// Closes and opens again.
@@ -84,32 +79,21 @@ impl Desk {
     pub fn say(&self, session: &str, text: &str) -> MessageUuid {
         let a = acceptance(session, text, None);
         let uuid = a.message.uuid.clone();
-        assert!(matches!(
-            self.accept(a).unwrap(),
-            AcceptOutcome::Recorded { .. }
-        ));
+        assert!(matches!(self.accept(a).unwrap(), AcceptOutcome::Recorded { .. }));
         uuid
     }
 
     pub fn dispatch(&self, session: &str, members: &[&MessageUuid]) -> TurnId {
         let turn = TurnId::of(members[0]);
         let members = members.iter().map(|m| (*m).clone()).collect();
-        let change = Change::Dispatch {
-            session: sid(session),
-            turn: turn.clone(),
-            members,
-            attempt: 1,
-        };
-        self.submit(vec![change], vec![event("chat-message-dispatched")])
-            .unwrap();
+        let change = Change::Dispatch { session: sid(session), turn: turn.clone(), members, attempt: 1 };
+        self.submit(vec![change], vec![event("chat-message-dispatched")]).unwrap();
         turn
     }
 
     pub fn states(&self, session: &str) -> Vec<(String, &'static str)> {
         let rows = self.journal.pending(&sid(session)).unwrap();
-        rows.into_iter()
-            .map(|row| (row.text, row.state.word()))
-            .collect()
+        rows.into_iter().map(|row| (row.text, row.state.word())).collect()
     }
 
     fn sql(&self) -> Connection {
@@ -135,10 +119,7 @@ pub(super) fn sid(text: &str) -> SessionId {
 }
 
 pub(super) fn event(name: &'static str) -> KeptEvent {
-    KeptEvent {
-        event: name,
-        data: json!({"sessionId": "s"}),
-    }
+    KeptEvent { event: name, data: json!({"sessionId": "s"}) }
 }
 
 pub(super) fn acceptance(session: &str, text: &str, claim: Option<&str>) -> Acceptance {
@@ -146,75 +127,37 @@ pub(super) fn acceptance(session: &str, text: &str, claim: Option<&str>) -> Acce
 }
 
 fn with_images(session: &str, text: &str, claim: Option<&str>, images: Vec<Image>) -> Acceptance {
-    let message = Message {
-        uuid: MessageUuid::fresh(),
-        text: text.into(),
-        images,
-        user: None,
-        at_ms: now_ms(),
-    };
+    let message = Message { uuid: MessageUuid::fresh(), text: text.into(), images, user: None, at_ms: now_ms() };
     Acceptance {
         session: sid(session),
-        claim: claim.map(|id| Claim {
-            id: MessageId::parse(id).unwrap(),
-            hash: content_hash(text, &message.images, &[]),
-        }),
+        claim: claim
+            .map(|id| Claim { id: MessageId::parse(id).unwrap(), hash: content_hash(text, &message.images, &[]) }),
         thread: None,
         queued: false,
         turn: Some(TurnId::of(&message.uuid)),
-        event: KeptEvent {
-            event: "chat-user-message",
-            data: json!({"messageUuid": message.uuid, "message": text}),
-        },
+        event: KeptEvent { event: "chat-user-message", data: json!({"messageUuid": message.uuid, "message": text}) },
         message: Arc::new(message),
     }
 }
 
 fn png(number: u32, bytes: &[u8]) -> Image {
-    Image {
-        number,
-        mime: "image/png".into(),
-        bytes: bytes.into(),
-    }
+    Image { number, mime: "image/png".into(), bytes: bytes.into() }
 }
 
 #[test]
 fn an_accepted_message_is_there_after_a_restart_in_the_order_of_acceptance() {
     let desk = Desk::new();
     let epoch = desk.recovered.epoch.clone();
-    let uuids: Vec<_> = ["one", "two", "three"]
-        .iter()
-        .map(|text| desk.say("s", text))
-        .collect();
+    let uuids: Vec<_> = ["one", "two", "three"].iter().map(|text| desk.say("s", text)).collect();
     let other = desk.say("t", "elsewhere");
     assert_eq!(desk.heard.ids(), [1, 2, 3, 4]);
     let desk = desk.again();
     assert_eq!(desk.recovered.epoch, epoch);
     assert_eq!(desk.recovered.head, 4);
-    let owed = desk
-        .recovered
-        .owed
-        .iter()
-        .find(|o| o.session == sid("s"))
-        .unwrap();
-    assert_eq!(
-        owed.queue
-            .iter()
-            .map(|m| m.uuid.clone())
-            .collect::<Vec<_>>(),
-        uuids
-    );
+    let owed = desk.recovered.owed.iter().find(|o| o.session == sid("s")).unwrap();
+    assert_eq!(owed.queue.iter().map(|m| m.uuid.clone()).collect::<Vec<_>>(), uuids);
     assert!(owed.turn.is_none() && owed.failed.is_empty());
-    assert_eq!(
-        desk.recovered
-            .owed
-            .iter()
-            .find(|o| o.session == sid("t"))
-            .unwrap()
-            .queue[0]
-            .uuid,
-        other
-    );
+    assert_eq!(desk.recovered.owed.iter().find(|o| o.session == sid("t")).unwrap().queue[0].uuid, other);
 }
 
 #[test]
@@ -226,64 +169,22 @@ fn a_repeat_has_the_first_answers_ids_before_during_and_after_a_restart() {
     // Two at once, in whatever batches: one is recorded, the other shares its outcome.
     let (a, b) = (desk.place(), desk.place());
     let one = start(|done| desk.journal.accept(first, a, done));
-    let two = start(|done| {
-        desk.journal
-            .accept(acceptance("new", "hello", Some("key")), b, done)
-    });
-    assert_eq!(
-        one.recv_timeout(LIMIT).unwrap().unwrap(),
-        AcceptOutcome::Recorded { event_id: 1 }
-    );
-    let answer = ClaimAnswer {
-        session: sid("s"),
-        message_uuid: uuid.clone(),
-        event_id: 1,
-        turn,
-        state: MessageState::Accepted,
-    };
-    assert_eq!(
-        two.recv_timeout(LIMIT).unwrap().unwrap(),
-        AcceptOutcome::Repeat(answer.clone())
-    );
+    let two = start(|done| desk.journal.accept(acceptance("new", "hello", Some("key")), b, done));
+    assert_eq!(one.recv_timeout(LIMIT).unwrap().unwrap(), AcceptOutcome::Recorded { event_id: 1 });
+    let answer =
+        ClaimAnswer { session: sid("s"), message_uuid: uuid.clone(), event_id: 1, turn, state: MessageState::Accepted };
+    assert_eq!(two.recv_timeout(LIMIT).unwrap().unwrap(), AcceptOutcome::Repeat(answer.clone()));
     let claim = acceptance("s", "hello", Some("key")).claim.unwrap();
-    assert_eq!(
-        desk.journal.claim_answer(&claim).unwrap(),
-        Some(Ok(answer.clone()))
-    );
+    assert_eq!(desk.journal.claim_answer(&claim).unwrap(), Some(Ok(answer.clone())));
     let desk = desk.again();
-    assert_eq!(
-        desk.journal.claim_answer(&claim).unwrap(),
-        Some(Ok(answer.clone()))
-    );
+    assert_eq!(desk.journal.claim_answer(&claim).unwrap(), Some(Ok(answer.clone())));
     let turn = desk.dispatch("s", &[&uuid]);
-    let dispatched = ClaimAnswer {
-        state: MessageState::Dispatched,
-        ..answer.clone()
-    };
-    assert_eq!(
-        desk.journal.claim_answer(&claim).unwrap(),
-        Some(Ok(dispatched.clone()))
-    );
-    assert_eq!(
-        desk.accept(acceptance("s", "hello", Some("key"))).unwrap(),
-        AcceptOutcome::Repeat(dispatched)
-    );
-    desk.submit(
-        vec![Change::Done {
-            turn,
-            outcome: "success".into(),
-        }],
-        vec![],
-    )
-    .unwrap();
-    let done = ClaimAnswer {
-        state: MessageState::Done,
-        ..answer
-    };
-    assert_eq!(
-        desk.accept(acceptance("s", "hello", Some("key"))).unwrap(),
-        AcceptOutcome::Repeat(done)
-    );
+    let dispatched = ClaimAnswer { state: MessageState::Dispatched, ..answer.clone() };
+    assert_eq!(desk.journal.claim_answer(&claim).unwrap(), Some(Ok(dispatched.clone())));
+    assert_eq!(desk.accept(acceptance("s", "hello", Some("key"))).unwrap(), AcceptOutcome::Repeat(dispatched));
+    desk.submit(vec![Change::Done { turn, outcome: "success".into() }], vec![]).unwrap();
+    let done = ClaimAnswer { state: MessageState::Done, ..answer };
+    assert_eq!(desk.accept(acceptance("s", "hello", Some("key"))).unwrap(), AcceptOutcome::Repeat(done));
     assert_eq!(desk.journal.stats().accepted, 0);
 }
 
@@ -291,17 +192,9 @@ fn a_repeat_has_the_first_answers_ids_before_during_and_after_a_restart() {
 fn the_same_key_with_other_content_is_a_conflict_and_records_nothing() {
     let desk = Desk::new();
     desk.accept(acceptance("s", "hello", Some("key"))).unwrap();
-    assert_eq!(
-        desk.accept(acceptance("s", "hullo", Some("key"))).unwrap(),
-        AcceptOutcome::Conflict
-    );
+    assert_eq!(desk.accept(acceptance("s", "hullo", Some("key"))).unwrap(), AcceptOutcome::Conflict);
     let photo = with_images("s", "hello", Some("key"), vec![png(1, b"x")]);
-    assert_eq!(
-        desk.journal
-            .claim_answer(photo.claim.as_ref().unwrap())
-            .unwrap(),
-        Some(Err(Conflict))
-    );
+    assert_eq!(desk.journal.claim_answer(photo.claim.as_ref().unwrap()).unwrap(), Some(Err(Conflict)));
     assert_eq!(desk.accept(photo).unwrap(), AcceptOutcome::Conflict);
     assert_eq!(desk.states("s").len(), 1);
     assert_eq!(desk.heard.ids(), [1]);
@@ -315,14 +208,7 @@ fn every_part_of_the_content_is_in_its_hash() {
         content_hash("texu", std::slice::from_ref(&image), &["seed"]),
         content_hash("text", &[png(2, b"bytes")], &["seed"]),
         content_hash("text", &[png(1, b"bytez")], &["seed"]),
-        content_hash(
-            "text",
-            &[Image {
-                mime: "image/jpeg".into(),
-                ..image.clone()
-            }],
-            &["seed"],
-        ),
+        content_hash("text", &[Image { mime: "image/jpeg".into(), ..image.clone() }], &["seed"]),
         content_hash("text", &[image.clone(), image.clone()], &["seed"]),
         content_hash("text", &[], &["seed"]),
         content_hash("text", std::slice::from_ref(&image), &["see", "d"]),
@@ -335,46 +221,21 @@ fn every_part_of_the_content_is_in_its_hash() {
 fn photos_are_kept_while_owed_and_dropped_when_done() {
     let desk = Desk::new();
     let big = vec![7; 300_000];
-    let a = with_images(
-        "s",
-        "[image#1] [image#2]",
-        None,
-        vec![png(1, b"small"), png(2, &big)],
-    );
+    let a = with_images("s", "[image#1] [image#2]", None, vec![png(1, b"small"), png(2, &big)]);
     let uuid = a.message.uuid.clone();
     let whole = a.message.clone();
     desk.accept(a).unwrap();
     let rows = desk.journal.pending(&sid("s")).unwrap();
-    assert_eq!(
-        rows[0].images[1],
-        ImageMeta {
-            number: 2,
-            mime: "image/png".into(),
-            bytes: 300_000
-        }
-    );
-    assert_eq!(
-        desk.journal.pending_image(&uuid, 1).unwrap(),
-        Some(("image/png".into(), big))
-    );
+    assert_eq!(rows[0].images[1], ImageMeta { number: 2, mime: "image/png".into(), bytes: 300_000 });
+    assert_eq!(desk.journal.pending_image(&uuid, 1).unwrap(), Some(("image/png".into(), big)));
     assert_eq!(desk.journal.pending_image(&uuid, 2).unwrap(), None);
     assert_eq!(desk.journal.message(&uuid).unwrap(), Some(whole.clone()));
     let desk = desk.again();
     assert_eq!(desk.recovered.owed[0].queue, [whole]);
     let turn = desk.dispatch("s", &[&uuid]);
-    desk.submit(
-        vec![Change::Done {
-            turn,
-            outcome: "success".into(),
-        }],
-        vec![],
-    )
-    .unwrap();
+    desk.submit(vec![Change::Done { turn, outcome: "success".into() }], vec![]).unwrap();
     assert_eq!(desk.journal.pending_image(&uuid, 0).unwrap(), None);
-    let left: i64 = desk
-        .sql()
-        .query_row("SELECT count(*) FROM image", [], |row| row.get(0))
-        .unwrap();
+    let left: i64 = desk.sql().query_row("SELECT count(*) FROM image", [], |row| row.get(0)).unwrap();
     assert_eq!(left, 0);
 }
 
@@ -384,76 +245,31 @@ fn a_turn_goes_through_dispatch_recall_dispatch_and_done_with_its_members_and_id
     let (a, b) = (desk.say("s", "a"), desk.say("s", "b"));
     let turn = desk.dispatch("s", &[&a, &b]);
     let c = desk.say("s", "c");
-    assert_eq!(
-        desk.states("s").iter().map(|(_, s)| *s).collect::<Vec<_>>(),
-        ["dispatched", "dispatched", "accepted"]
-    );
+    assert_eq!(desk.states("s").iter().map(|(_, s)| *s).collect::<Vec<_>>(), ["dispatched", "dispatched", "accepted"]);
     let desk = desk.again();
     let owed = desk.recovered.owed[0].turn.as_ref().unwrap();
-    assert_eq!(
-        (owed.attempts, owed.stopped, owed.dispatched),
-        (1, false, true)
-    );
-    assert_eq!(
-        owed.members.iter().map(|m| &m.uuid).collect::<Vec<_>>(),
-        [&a, &b]
-    );
+    assert_eq!((owed.attempts, owed.stopped, owed.dispatched), (1, false, true));
+    assert_eq!(owed.members.iter().map(|m| &m.uuid).collect::<Vec<_>>(), [&a, &b]);
     assert_eq!(desk.recovered.owed[0].queue[0].uuid, c);
-    desk.submit(
-        vec![Change::Recall { turn: turn.clone() }],
-        vec![event("chat-turn-failed")],
-    )
-    .unwrap();
-    assert_eq!(
-        desk.states("s").iter().map(|(_, s)| *s).collect::<Vec<_>>(),
-        ["accepted"; 3]
-    );
-    assert_eq!(
-        desk.journal.pending(&sid("s")).unwrap()[1].turn,
-        Some(turn.clone())
-    );
+    desk.submit(vec![Change::Recall { turn: turn.clone() }], vec![event("chat-turn-failed")]).unwrap();
+    assert_eq!(desk.states("s").iter().map(|(_, s)| *s).collect::<Vec<_>>(), ["accepted"; 3]);
+    assert_eq!(desk.journal.pending(&sid("s")).unwrap()[1].turn, Some(turn.clone()));
     let desk = desk.again();
     assert!(!desk.recovered.owed[0].turn.as_ref().unwrap().dispatched);
-    let again = |members: Vec<MessageUuid>| Change::Dispatch {
-        session: sid("s"),
-        turn: turn.clone(),
-        members,
-        attempt: 2,
-    };
+    let again =
+        |members: Vec<MessageUuid>| Change::Dispatch { session: sid("s"), turn: turn.clone(), members, attempt: 2 };
     // Another set of members under the same id would be a re-merge.
-    assert!(
-        desk.submit(vec![again(vec![a.clone(), b.clone(), c.clone()])], vec![])
-            .is_err()
-    );
-    desk.submit(
-        vec![
-            again(vec![a.clone(), b.clone()]),
-            Change::Stopped { turn: turn.clone() },
-        ],
-        vec![],
-    )
-    .unwrap();
+    assert!(desk.submit(vec![again(vec![a.clone(), b.clone(), c.clone()])], vec![]).is_err());
+    desk.submit(vec![again(vec![a.clone(), b.clone()]), Change::Stopped { turn: turn.clone() }], vec![]).unwrap();
     let desk = desk.again();
     let owed = desk.recovered.owed[0].turn.as_ref().unwrap();
     assert_eq!((owed.attempts, owed.stopped), (2, true));
     let before = now_ms();
-    desk.submit(
-        vec![Change::Done {
-            turn: turn.clone(),
-            outcome: "interrupted".into(),
-        }],
-        vec![],
-    )
-    .unwrap();
+    desk.submit(vec![Change::Done { turn: turn.clone(), outcome: "interrupted".into() }], vec![]).unwrap();
     assert_eq!(desk.states("s"), [("c".to_owned(), "accepted")]);
     let delivered = desk.journal.delivered_since(&sid("s"), before).unwrap();
     assert_eq!(delivered, [(a, turn.clone()), (b, turn)]);
-    assert_eq!(
-        desk.journal
-            .delivered_since(&sid("s"), now_ms() + 1000)
-            .unwrap(),
-        []
-    );
+    assert_eq!(desk.journal.delivered_since(&sid("s"), now_ms() + 1000).unwrap(), []);
 }
 
 #[test]
@@ -461,19 +277,9 @@ fn a_second_turn_is_refused_while_one_is_unfinished_and_nothing_of_its_unit_is_w
     let desk = Desk::new();
     let (a, b) = (desk.say("s", "a"), desk.say("s", "b"));
     desk.dispatch("s", &[&a]);
-    let second = Change::Dispatch {
-        session: sid("s"),
-        turn: TurnId::of(&b),
-        members: vec![b.clone()],
-        attempt: 1,
-    };
-    let row = Change::SetState {
-        key: "k".into(),
-        value: "v".into(),
-    };
-    let refused = desk
-        .submit(vec![row, second], vec![event("never")])
-        .unwrap_err();
+    let second = Change::Dispatch { session: sid("s"), turn: TurnId::of(&b), members: vec![b.clone()], attempt: 1 };
+    let row = Change::SetState { key: "k".into(), value: "v".into() };
+    let refused = desk.submit(vec![row, second], vec![event("never")]).unwrap_err();
     assert_eq!(refused.code(), Code::Internal);
     assert_eq!(desk.states("s")[1].1, "accepted");
     let desk = desk.again();
@@ -487,21 +293,11 @@ fn a_split_turn_is_single_messages_in_order_before_the_queue() {
     let (a, b) = (desk.say("s", "a"), desk.say("s", "b"));
     let turn = desk.dispatch("s", &[&a, &b]);
     let c = desk.say("s", "c");
-    desk.submit(
-        vec![
-            Change::Recall { turn: turn.clone() },
-            Change::Split { turn },
-        ],
-        vec![],
-    )
-    .unwrap();
+    desk.submit(vec![Change::Recall { turn: turn.clone() }, Change::Split { turn }], vec![]).unwrap();
     let desk = desk.again();
     let owed = &desk.recovered.owed[0];
     assert!(owed.turn.is_none());
-    assert_eq!(
-        owed.queue.iter().map(|m| &m.uuid).collect::<Vec<_>>(),
-        [&a, &b, &c]
-    );
+    assert_eq!(owed.queue.iter().map(|m| &m.uuid).collect::<Vec<_>>(), [&a, &b, &c]);
     assert_eq!(owed.alone, [a.clone(), b]);
     desk.dispatch("s", &[&a]);
 }
@@ -513,72 +309,27 @@ fn a_failed_message_stays_until_a_person_retries_or_discards_it() {
     let a = first.message.uuid.clone();
     desk.accept(first).unwrap();
     let b = desk.say("s", "b");
-    let not_failed = desk
-        .submit(vec![Change::Retry { message: a.clone() }], vec![])
-        .unwrap_err();
+    let not_failed = desk.submit(vec![Change::Retry { message: a.clone() }], vec![]).unwrap_err();
     assert_eq!(not_failed.code(), Code::NotFailed);
-    let unknown = desk
-        .submit(
-            vec![Change::Discard {
-                message: MessageUuid::fresh(),
-            }],
-            vec![],
-        )
-        .unwrap_err();
+    let unknown = desk.submit(vec![Change::Discard { message: MessageUuid::fresh() }], vec![]).unwrap_err();
     assert_eq!(unknown.code(), Code::NotFound);
     let turn = desk.dispatch("s", &[&a]);
-    let fail = Change::Fail {
-        messages: vec![a.clone()],
-        error: "the agent died three times".into(),
-    };
-    desk.submit(
-        vec![Change::Recall { turn }, fail.clone()],
-        vec![event("chat-turn-failed")],
-    )
-    .unwrap();
+    let fail = Change::Fail { messages: vec![a.clone()], error: "the agent died three times".into() };
+    desk.submit(vec![Change::Recall { turn }, fail.clone()], vec![event("chat-turn-failed")]).unwrap();
     let rows = desk.journal.pending(&sid("s")).unwrap();
-    assert_eq!(
-        (rows[0].state, rows[0].error.as_deref()),
-        (MessageState::Failed, Some("the agent died three times"))
-    );
+    assert_eq!((rows[0].state, rows[0].error.as_deref()), (MessageState::Failed, Some("the agent died three times")));
     assert_eq!(rows[0].turn, None);
     let desk = desk.again();
     assert_eq!(desk.recovered.owed[0].failed, std::slice::from_ref(&a));
     assert_eq!(desk.recovered.owed[0].queue.len(), 1);
-    desk.submit(vec![Change::Retry { message: a.clone() }], vec![])
-        .unwrap();
+    desk.submit(vec![Change::Retry { message: a.clone() }], vec![]).unwrap();
     let c = desk.say("s", "c");
-    assert_eq!(
-        desk.states("s")
-            .iter()
-            .map(|(t, _)| t.as_str())
-            .collect::<Vec<_>>(),
-        ["b", "a", "c"]
-    );
+    assert_eq!(desk.states("s").iter().map(|(t, _)| t.as_str()).collect::<Vec<_>>(), ["b", "a", "c"]);
     let desk = desk.again();
-    assert_eq!(
-        desk.recovered.owed[0]
-            .queue
-            .iter()
-            .map(|m| &m.uuid)
-            .collect::<Vec<_>>(),
-        [&b, &a, &c]
-    );
-    desk.submit(
-        vec![fail, Change::Discard { message: a }],
-        vec![event("chat-queue-cleared")],
-    )
-    .unwrap();
+    assert_eq!(desk.recovered.owed[0].queue.iter().map(|m| &m.uuid).collect::<Vec<_>>(), [&b, &a, &c]);
+    desk.submit(vec![fail, Change::Discard { message: a }], vec![event("chat-queue-cleared")]).unwrap();
     let claim = acceptance("s", "a", Some("key")).claim.unwrap();
-    assert_eq!(
-        desk.journal
-            .claim_answer(&claim)
-            .unwrap()
-            .unwrap()
-            .unwrap()
-            .state,
-        MessageState::Cleared
-    );
+    assert_eq!(desk.journal.claim_answer(&claim).unwrap().unwrap().unwrap().state, MessageState::Cleared);
     assert_eq!(desk.states("s").len(), 2);
 }
 
@@ -588,35 +339,17 @@ fn clearing_takes_what_is_there_and_passes_over_what_is_gone() {
     let (a, b) = (desk.say("s", "a"), desk.say("s", "b"));
     let turn = desk.dispatch("s", &[&a, &b]);
     let gone = MessageUuid::fresh();
-    let clear = Change::Clear {
-        messages: vec![a, gone],
-        why: "stopped".into(),
-    };
-    desk.submit(vec![clear], vec![event("chat-queue-cleared")])
-        .unwrap();
+    let clear = Change::Clear { messages: vec![a, gone], why: "stopped".into() };
+    desk.submit(vec![clear], vec![event("chat-queue-cleared")]).unwrap();
     assert_eq!(desk.states("s"), [("b".to_owned(), "dispatched")]);
     let desk = desk.again();
     let owed = desk.recovered.owed[0].turn.as_ref().unwrap();
     assert_eq!((owed.turn.clone(), owed.members.len()), (turn.clone(), 1));
-    desk.submit(
-        vec![Change::Clear {
-            messages: vec![b],
-            why: "stopped".into(),
-        }],
-        vec![],
-    )
-    .unwrap();
+    desk.submit(vec![Change::Clear { messages: vec![b], why: "stopped".into() }], vec![]).unwrap();
     let desk = desk.again();
     assert!(desk.recovered.owed.is_empty());
     // The end of a turn without messages of ours is no error.
-    desk.submit(
-        vec![Change::Done {
-            turn,
-            outcome: "success".into(),
-        }],
-        vec![event("chat-complete")],
-    )
-    .unwrap();
+    desk.submit(vec![Change::Done { turn, outcome: "success".into() }], vec![event("chat-complete")]).unwrap();
 }
 
 #[test]
@@ -633,72 +366,31 @@ fn facts_of_sessions_survive_a_restart() {
     let a = desk.say("s", "a");
     let changes = vec![
         Change::Session(row.clone()),
-        Change::Agent {
-            session: sid("s"),
-            pid: 4_000_000,
-            start_time: 99,
-        },
-        Change::Agent {
-            session: sid("t"),
-            pid: 5,
-            start_time: 1,
-        },
+        Change::Agent { session: sid("s"), pid: 4_000_000, start_time: 99 },
+        Change::Agent { session: sid("t"), pid: 5, start_time: 1 },
         Change::AgentGone { session: sid("t") },
-        Change::SetState {
-            key: "main".into(),
-            value: "s".into(),
-        },
-        Change::Features {
-            session: sid("s"),
-            json: "{}".into(),
-        },
-        Change::Thread {
-            thread: "telegram/7".into(),
-            json: "{\"n\":1}".into(),
-        },
-        Change::ThreadAnswer {
-            message: a.clone(),
-            responses_json: "[\"hi\"]".into(),
-            success: true,
-        },
-        Change::Alias {
-            was: sid("s"),
-            now: sid("late"),
-        },
+        Change::SetState { key: "main".into(), value: "s".into() },
+        Change::Features { session: sid("s"), json: "{}".into() },
+        Change::Thread { thread: "telegram/7".into(), json: "{\"n\":1}".into() },
+        Change::ThreadAnswer { message: a.clone(), responses_json: "[\"hi\"]".into(), success: true },
+        Change::Alias { was: sid("s"), now: sid("late") },
     ];
-    desk.submit(changes, vec![event("chat-session-assigned")])
-        .unwrap();
+    desk.submit(changes, vec![event("chat-session-assigned")]).unwrap();
     let desk = desk.again();
     let r = &desk.recovered;
     assert_eq!(r.sessions, [row]);
     assert_eq!(r.agents, [(sid("s"), 4_000_000, 99)]);
     assert_eq!(r.state, [("main".to_owned(), "s".to_owned())]);
     assert_eq!(r.features, [(sid("s"), "{}".to_owned())]);
-    assert_eq!(
-        r.threads,
-        [("telegram/7".to_owned(), "{\"n\":1}".to_owned())]
-    );
+    assert_eq!(r.threads, [("telegram/7".to_owned(), "{\"n\":1}".to_owned())]);
     assert_eq!(r.aliases, [(sid("s"), sid("late"))]);
     // What is owed moved along.
     assert_eq!(r.owed[0].session, sid("late"));
-    let answer = KeptAnswer {
-        responses_json: "[\"hi\"]".into(),
-        success: true,
-    };
+    let answer = KeptAnswer { responses_json: "[\"hi\"]".into(), success: true };
     assert_eq!(desk.journal.thread_answer(&a).unwrap(), Some(answer));
     let turn = desk.dispatch("late", &[&a]);
-    desk.submit(
-        vec![Change::Done {
-            turn,
-            outcome: "success".into(),
-        }],
-        vec![],
-    )
-    .unwrap();
-    assert_eq!(
-        desk.journal.delivered_since(&sid("late"), 0).unwrap().len(),
-        1
-    );
+    desk.submit(vec![Change::Done { turn, outcome: "success".into() }], vec![]).unwrap();
+    assert_eq!(desk.journal.delivered_since(&sid("late"), 0).unwrap().len(), 1);
 }
 
 #[test]
@@ -706,18 +398,14 @@ fn events_are_told_in_order_and_read_back_as_told() {
     let desk = Desk::new();
     assert_eq!(desk.journal.bounds().unwrap(), (1, 0));
     for n in 0..30 {
-        desk.submit(vec![], vec![event("chat-complete"); 1 + n % 3])
-            .unwrap();
+        desk.submit(vec![], vec![event("chat-complete"); 1 + n % 3]).unwrap();
     }
     let told = desk.heard.ids();
     assert_eq!(told, (1..=60).collect::<Vec<_>>());
     assert_eq!(desk.journal.bounds().unwrap(), (1, 60));
     let mut read = Vec::new();
     loop {
-        let rows = desk
-            .journal
-            .events_after(read.last().copied().unwrap_or(0), 7)
-            .unwrap();
+        let rows = desk.journal.events_after(read.last().copied().unwrap_or(0), 7).unwrap();
         if rows.is_empty() {
             break;
         }
@@ -725,28 +413,19 @@ fn events_are_told_in_order_and_read_back_as_told() {
     }
     assert_eq!(read, told);
     let row = &desk.journal.events_after(59, 10).unwrap()[0];
-    assert_eq!(
-        (row.event.as_str(), row.data_json.as_str()),
-        ("chat-complete", "{\"sessionId\":\"s\"}")
-    );
+    assert_eq!((row.event.as_str(), row.data_json.as_str()), ("chat-complete", "{\"sessionId\":\"s\"}"));
 }
 
 #[test]
 fn no_place_no_record_and_places_come_back() {
-    let desk = Desk::with(JournalOptions {
-        places_max: 3,
-        ..JournalOptions::default()
-    });
+    let desk = Desk::with(JournalOptions { places_max: 3, ..JournalOptions::default() });
     let mut three = desk.journal.reserve(3).unwrap();
     let full = desk.journal.reserve(1).unwrap_err();
     assert_eq!(full.code(), Code::CannotRecord);
     let one = three.take(1);
     assert_eq!((three.count(), one.count()), (2, 1));
     drop(one);
-    let unit = Unit {
-        changes: vec![],
-        events: vec![event("chat-complete")],
-    };
+    let unit = Unit { changes: vec![], events: vec![event("chat-complete")] };
     let place = desk.place();
     later(|done| desk.journal.submit(unit, place, done)).unwrap();
     drop(three);
@@ -758,18 +437,12 @@ fn no_place_no_record_and_places_come_back() {
 fn after_the_end_everything_is_refused_and_every_callback_is_called() {
     let desk = Desk::new();
     let (a, b) = (desk.place(), desk.place());
-    let before = start(|done| {
-        desk.journal
-            .accept(acceptance("s", "in time", None), a, done)
-    });
+    let before = start(|done| desk.journal.accept(acceptance("s", "in time", None), a, done));
     assert!(desk.journal.shutdown(LIMIT));
     assert!(before.recv_timeout(LIMIT).unwrap().is_ok());
     let late = later(|done| desk.journal.accept(acceptance("s", "late", None), b, done));
     assert_eq!(late.unwrap_err().code(), Code::ShuttingDown);
-    assert_eq!(
-        desk.journal.reserve(1).unwrap_err().code(),
-        Code::ShuttingDown
-    );
+    assert_eq!(desk.journal.reserve(1).unwrap_err().code(), Code::ShuttingDown);
     assert!(desk.journal.shutdown(LIMIT));
     let desk = Desk::open(desk.dir.clone(), JournalOptions::default());
     assert_eq!(desk.recovered.owed[0].queue.len(), 1);
@@ -779,11 +452,7 @@ fn after_the_end_everything_is_refused_and_every_callback_is_called() {
 
 fn faulty() -> (Desk, Faults) {
     let faults = Faults::counting();
-    let options = JournalOptions {
-        retry_ms: 5,
-        faults: faults.clone(),
-        ..JournalOptions::default()
-    };
+    let options = JournalOptions { retry_ms: 5, faults: faults.clone(), ..JournalOptions::default() };
     (Desk::with(options), faults)
 }
 
@@ -798,13 +467,7 @@ fn wait_for_health(journal: &Journal) {
 
 #[test]
 fn a_fault_at_the_nth_call_leaves_all_of_a_record_or_nothing_and_the_repeat_is_recorded_once() {
-    for kind in [
-        FaultKind::Full,
-        FaultKind::IoWrite,
-        FaultKind::IoFsync,
-        FaultKind::ReadOnly,
-        FaultKind::Busy,
-    ] {
+    for kind in [FaultKind::Full, FaultKind::IoWrite, FaultKind::IoFsync, FaultKind::ReadOnly, FaultKind::Busy] {
         let mut failed = 0;
         for nth in 1..=12 {
             let (desk, faults) = faulty();
@@ -817,34 +480,19 @@ fn a_fault_at_the_nth_call_leaves_all_of_a_record_or_nothing_and_the_repeat_is_r
                 assert_eq!(e.code(), Code::CannotRecord, "{kind:?} {nth}");
                 assert!(desk.heard.ids().is_empty());
                 wait_for_health(&desk.journal);
-                assert_eq!(
-                    desk.journal.claim_answer(&send().claim.unwrap()).unwrap(),
-                    None
-                );
+                assert_eq!(desk.journal.claim_answer(&send().claim.unwrap()).unwrap(), None);
                 assert!(desk.states("s").is_empty());
-                assert!(matches!(
-                    desk.accept(send()).unwrap(),
-                    AcceptOutcome::Recorded { .. }
-                ));
+                assert!(matches!(desk.accept(send()).unwrap(), AcceptOutcome::Recorded { .. }));
             }
             faults.heal();
             wait_for_health(&desk.journal);
-            assert!(matches!(
-                desk.accept(send()).unwrap(),
-                AcceptOutcome::Repeat(_)
-            ));
+            assert!(matches!(desk.accept(send()).unwrap(), AcceptOutcome::Repeat(_)));
             assert_eq!(desk.heard.ids(), [1]);
             let desk = desk.again();
             assert_eq!(desk.recovered.owed[0].queue.len(), 1);
-            assert_eq!(
-                desk.recovered.owed[0].queue[0].images,
-                std::slice::from_ref(&image)
-            );
+            assert_eq!(desk.recovered.owed[0].queue[0].images, std::slice::from_ref(&image));
         }
-        assert!(
-            (4..12).contains(&failed),
-            "{kind:?}: the fault came at {failed} of 12 calls"
-        );
+        assert!((4..12).contains(&failed), "{kind:?}: the fault came at {failed} of 12 calls");
     }
 }
 
@@ -855,38 +503,14 @@ fn an_owed_outcome_is_kept_while_the_disk_is_bad_and_goes_first_and_in_order() {
     let turn = desk.dispatch("s", &[&a]);
     let mut places = desk.journal.reserve(4).unwrap();
     faults.fail(1, u64::MAX, FaultKind::Full);
-    let owe = |name, changes, place| {
-        start(|done| {
-            desk.journal.owe(
-                Unit {
-                    changes,
-                    events: vec![event(name)],
-                },
-                place,
-                done,
-            )
-        })
-    };
-    let first = owe(
-        "chat-complete",
-        vec![Change::Done {
-            turn,
-            outcome: "success".into(),
-        }],
-        places.take(1),
-    );
+    let owe =
+        |name, changes, place| start(|done| desk.journal.owe(Unit { changes, events: vec![event(name)] }, place, done));
+    let first = owe("chat-complete", vec![Change::Done { turn, outcome: "success".into() }], places.take(1));
     let second = owe("chat-phase-kept", vec![], places.take(1));
-    let lost = later(|done| {
-        desk.journal
-            .accept(acceptance("s", "no", None), places.take(1), done)
-    })
-    .unwrap_err();
+    let lost = later(|done| desk.journal.accept(acceptance("s", "no", None), places.take(1), done)).unwrap_err();
     assert_eq!(lost.code(), Code::CannotRecord);
     assert!(lost.text().contains("disk is full"), "{lost}");
-    assert_eq!(
-        desk.journal.reserve(1).unwrap_err().code(),
-        Code::CannotRecord
-    );
+    assert_eq!(desk.journal.reserve(1).unwrap_err().code(), Code::CannotRecord);
     assert!(desk.journal.health().is_err());
     assert!(first.is_empty() && second.is_empty());
     assert_eq!(desk.journal.stats().owed, 2);
@@ -903,11 +527,7 @@ fn an_owed_outcome_is_kept_while_the_disk_is_bad_and_goes_first_and_in_order() {
 #[test]
 fn a_full_disk_refuses_with_its_reason_and_service_is_back_without_a_restart() {
     // 60 pages of 4 KiB are a real SQLITE_FULL: SQLite itself says so, at whatever statement it comes to.
-    let desk = Desk::with(JournalOptions {
-        pages_max: Some(60),
-        retry_ms: 5,
-        ..JournalOptions::default()
-    });
+    let desk = Desk::with(JournalOptions { pages_max: Some(60), retry_ms: 5, ..JournalOptions::default() });
     let mut kept = Vec::new();
     let full = loop {
         let a = acceptance("s", &"x".repeat(9000), None);
@@ -924,10 +544,7 @@ fn a_full_disk_refuses_with_its_reason_and_service_is_back_without_a_restart() {
     assert_eq!(desk.journal.pending(&sid("s")).unwrap().len(), kept.len());
     // Taking messages back gives pages back: that needs no new ones.
     wait_for_health(&desk.journal);
-    let all = Change::Clear {
-        messages: kept.clone(),
-        why: "stopped".into(),
-    };
+    let all = Change::Clear { messages: kept.clone(), why: "stopped".into() };
     desk.submit(vec![all], vec![]).unwrap();
     desk.say("s", "again");
     assert!(desk.journal.health().is_ok());
@@ -935,11 +552,7 @@ fn a_full_disk_refuses_with_its_reason_and_service_is_back_without_a_restart() {
 
 #[test]
 fn a_foreign_writer_that_holds_the_file_too_long_is_named_and_waited_out() {
-    let desk = Desk::with(JournalOptions {
-        busy_ms: 30,
-        retry_ms: 5,
-        ..JournalOptions::default()
-    });
+    let desk = Desk::with(JournalOptions { busy_ms: 30, retry_ms: 5, ..JournalOptions::default() });
     let other = desk.sql();
     other.execute_batch("BEGIN IMMEDIATE").unwrap();
     let held = desk.accept(acceptance("s", "a", Some("key"))).unwrap_err();
@@ -947,10 +560,7 @@ fn a_foreign_writer_that_holds_the_file_too_long_is_named_and_waited_out() {
     assert!(held.text().contains("another program"), "{held}");
     other.execute_batch("ROLLBACK").unwrap();
     wait_for_health(&desk.journal);
-    assert!(matches!(
-        desk.accept(acceptance("s", "a", Some("key"))).unwrap(),
-        AcceptOutcome::Recorded { .. }
-    ));
+    assert!(matches!(desk.accept(acceptance("s", "a", Some("key"))).unwrap(), AcceptOutcome::Recorded { .. }));
 }
 
 #[test]
@@ -966,26 +576,15 @@ fn one_record_that_can_never_be_made_does_not_take_its_batch_along() {
     // Holding the write lock gathers all of them into one batch.
     let other = desk.sql();
     other.execute_batch("BEGIN IMMEDIATE").unwrap();
-    let gate = start(|done| {
-        desk.journal
-            .accept(acceptance("s", "gate", None), places.take(1), done)
-    });
+    let gate = start(|done| desk.journal.accept(acceptance("s", "gate", None), places.take(1), done));
     let texts = ["a", "b", "poison", "c"];
     let all: Vec<_> = texts
         .iter()
-        .map(|text| {
-            start(|done| {
-                desk.journal
-                    .accept(acceptance("s", text, None), places.take(1), done)
-            })
-        })
+        .map(|text| start(|done| desk.journal.accept(acceptance("s", text, None), places.take(1), done)))
         .collect();
     other.execute_batch("ROLLBACK").unwrap();
     gate.recv_timeout(LIMIT).unwrap().unwrap();
-    let results: Vec<bool> = all
-        .iter()
-        .map(|hear| hear.recv_timeout(LIMIT).unwrap().is_ok())
-        .collect();
+    let results: Vec<bool> = all.iter().map(|hear| hear.recv_timeout(LIMIT).unwrap().is_ok()).collect();
     assert_eq!(results, [true, true, false, true]);
     assert_eq!(desk.states("s").len(), 4);
     assert!(desk.journal.health().is_ok());
@@ -994,11 +593,7 @@ fn one_record_that_can_never_be_made_does_not_take_its_batch_along() {
 // ---- other programs ------------------------------------------------------------------------------------------------
 
 fn foreign(db: &Connection, name: &str) {
-    db.execute(
-        "INSERT INTO event(event, data) VALUES(?1, '{\"from\":\"outside\"}')",
-        [name],
-    )
-    .unwrap();
+    db.execute("INSERT INTO event(event, data) VALUES(?1, '{\"from\":\"outside\"}')", [name]).unwrap();
 }
 
 fn wait_for_ids(heard: &Heard, ids: &[EventId]) {
@@ -1011,18 +606,11 @@ fn wait_for_ids(heard: &Heard, ids: &[EventId]) {
 
 #[test]
 fn events_of_other_programs_are_told_once_and_in_order_between_ours() {
-    let desk = Desk::with(JournalOptions {
-        watch_ms: 5,
-        ..JournalOptions::default()
-    });
+    let desk = Desk::with(JournalOptions { watch_ms: 5, ..JournalOptions::default() });
     let db = desk.sql();
     foreign(&db, "outside-a");
     desk.say("s", "ours");
-    assert_eq!(
-        desk.heard.ids(),
-        [1, 2],
-        "told before ours, though nobody watches"
-    );
+    assert_eq!(desk.heard.ids(), [1, 2], "told before ours, though nobody watches");
     foreign(&db, "outside-b");
     foreign(&db, "outside-c");
     desk.journal.set_watched(true);
@@ -1033,18 +621,10 @@ fn events_of_other_programs_are_told_once_and_in_order_between_ours() {
     }
     desk.say("s", "ours");
     wait_for_ids(&desk.heard, &(1..=306).collect::<Vec<_>>());
-    assert_eq!(
-        desk.heard.0.lock()[0],
-        (1, "outside-a".into(), json!({"from": "outside"}))
-    );
+    assert_eq!(desk.heard.0.lock()[0], (1, "outside-a".into(), json!({"from": "outside"})));
     let at = &desk.journal.events_after(0, 1).unwrap()[0].at;
     assert_eq!((at.len(), at.ends_with('Z')), (24, true), "{at}");
-    for row in [
-        "('x', 'not json')",
-        "('x', '{\n}')",
-        "('a\"b', '1')",
-        "('', '1')",
-    ] {
+    for row in ["('x', 'not json')", "('x', '{\n}')", "('a\"b', '1')", "('', '1')"] {
         let sql = format!("INSERT INTO event(event, data) VALUES{row}");
         assert!(db.execute(&sql, []).is_err(), "{row}");
     }
@@ -1076,10 +656,7 @@ fn a_foreign_or_damaged_file_is_refused_with_one_clear_line_and_left_as_it_was()
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
     }
     std::fs::remove_file(&path).unwrap();
-    Connection::open(&path)
-        .unwrap()
-        .execute_batch("CREATE TABLE theirs(x)")
-        .unwrap();
+    Connection::open(&path).unwrap().execute_batch("CREATE TABLE theirs(x)").unwrap();
     assert!(refusal(dir.path()).contains("another program"));
     std::fs::remove_file(&path).unwrap();
     std::fs::create_dir(&path).unwrap();
@@ -1089,9 +666,7 @@ fn a_foreign_or_damaged_file_is_refused_with_one_clear_line_and_left_as_it_was()
 #[test]
 fn a_journal_of_a_newer_program_is_refused() {
     let desk = Desk::new();
-    desk.sql()
-        .execute("UPDATE meta SET value='999' WHERE key='schema'", [])
-        .unwrap();
+    desk.sql().execute("UPDATE meta SET value='999' WHERE key='schema'", []).unwrap();
     assert!(desk.journal.shutdown(LIMIT));
     assert!(refusal(desk.dir.path()).contains("schema 999"));
 }
@@ -1110,11 +685,7 @@ fn an_empty_file_becomes_a_journal() {
 
 #[test]
 fn old_events_go_from_the_oldest_end_and_nothing_owed_goes_with_them() {
-    let desk = Desk::with(JournalOptions {
-        event_age_ms: -60_000,
-        prune_every_ms: 5,
-        ..JournalOptions::default()
-    });
+    let desk = Desk::with(JournalOptions { event_age_ms: -60_000, prune_every_ms: 5, ..JournalOptions::default() });
     let a = desk.say("s", "owed");
     let deadline = Instant::now() + LIMIT;
     while desk.journal.bounds().unwrap().0 <= 1 {
@@ -1132,32 +703,17 @@ fn old_events_go_from_the_oldest_end_and_nothing_owed_goes_with_them() {
 
 #[test]
 fn claims_go_after_their_days_unless_their_message_is_still_owed() {
-    let desk = Desk::with(JournalOptions {
-        claim_age_ms: -60_000,
-        prune_every_ms: 1,
-        ..JournalOptions::default()
-    });
+    let desk = Desk::with(JournalOptions { claim_age_ms: -60_000, prune_every_ms: 1, ..JournalOptions::default() });
     desk.accept(acceptance("s", "owed", Some("owed"))).unwrap();
     let done = acceptance("s", "done", Some("done"));
     let uuid = done.message.uuid.clone();
     desk.accept(done).unwrap();
-    assert!(matches!(
-        desk.accept(acceptance("s", "owed", Some("owed"))).unwrap(),
-        AcceptOutcome::Repeat(_)
-    ));
-    let clear = Change::Clear {
-        messages: vec![uuid],
-        why: "stopped".into(),
-    };
+    assert!(matches!(desk.accept(acceptance("s", "owed", Some("owed"))).unwrap(), AcceptOutcome::Repeat(_)));
+    let clear = Change::Clear { messages: vec![uuid], why: "stopped".into() };
     desk.submit(vec![clear], vec![]).unwrap();
     let db = desk.sql();
-    let claims = || {
-        db.prepare("SELECT id FROM claim")
-            .unwrap()
-            .query_map([], |row| row.get(0))
-            .unwrap()
-            .collect::<Vec<_>>()
-    };
+    let claims =
+        || db.prepare("SELECT id FROM claim").unwrap().query_map([], |row| row.get(0)).unwrap().collect::<Vec<_>>();
     let deadline = Instant::now() + LIMIT;
     while claims().len() > 1 {
         assert!(Instant::now() < deadline);
@@ -1165,23 +721,14 @@ fn claims_go_after_their_days_unless_their_message_is_still_owed() {
     }
     assert_eq!(claims(), [Ok("owed".to_owned())]);
     // An old claim that was not pruned yet does not hold up a new message either.
-    assert!(matches!(
-        desk.accept(acceptance("s", "other", Some("done"))).unwrap(),
-        AcceptOutcome::Recorded { .. }
-    ));
+    assert!(matches!(desk.accept(acceptance("s", "other", Some("done"))).unwrap(), AcceptOutcome::Recorded { .. }));
 }
 
 #[test]
 fn a_journal_that_was_moved_away_refuses_and_one_that_comes_back_serves() {
-    let desk = Desk::with(JournalOptions {
-        retry_ms: 5,
-        ..JournalOptions::default()
-    });
+    let desk = Desk::with(JournalOptions { retry_ms: 5, ..JournalOptions::default() });
     desk.say("s", "before");
-    let (path, away) = (
-        schema::path_in(desk.dir.path()),
-        desk.dir.path().join("away"),
-    );
+    let (path, away) = (schema::path_in(desk.dir.path()), desk.dir.path().join("away"));
     std::fs::rename(&path, &away).unwrap();
     let refused = desk.accept(acceptance("s", "lost", None)).unwrap_err();
     assert_eq!(refused.code(), Code::CannotRecord);
@@ -1212,14 +759,7 @@ fn a_journal_cut_anywhere_in_its_last_page_is_refused_and_left_as_it_was() {
         }
     }
     std::fs::write(&path, &whole).unwrap();
-    assert_eq!(
-        Desk::open(Arc::new(dir), JournalOptions::default())
-            .recovered
-            .owed[0]
-            .queue
-            .len(),
-        40
-    );
+    assert_eq!(Desk::open(Arc::new(dir), JournalOptions::default()).recovered.owed[0].queue.len(), 40);
 }
 
 #[test]
@@ -1238,17 +778,8 @@ fn a_log_cut_at_any_byte_is_a_prefix_of_the_commits() {
         std::fs::write(dir.path().join("journal.db"), &base).unwrap();
         std::fs::write(dir.path().join("journal.db-wal"), &log[..cut]).unwrap();
         let found = Desk::open(Arc::new(dir), JournalOptions::default()).recovered;
-        let texts: Vec<_> = found
-            .owed
-            .iter()
-            .flat_map(|o| &o.queue)
-            .map(|m| m.text.clone())
-            .collect();
-        assert_eq!(
-            texts,
-            (0..texts.len()).map(|n| n.to_string()).collect::<Vec<_>>(),
-            "cut at {cut}"
-        );
+        let texts: Vec<_> = found.owed.iter().flat_map(|o| &o.queue).map(|m| m.text.clone()).collect();
+        assert_eq!(texts, (0..texts.len()).map(|n| n.to_string()).collect::<Vec<_>>(), "cut at {cut}");
         assert_eq!(found.head, texts.len() as EventId);
         assert!(texts.len() >= last, "cut at {cut}");
         last = texts.len();

@@ -53,10 +53,7 @@ impl Faults {
     /// Counts calls and fails none until [`Faults::fail`].
     #[must_use]
     pub fn counting() -> Self {
-        Self(Some(Arc::new(Plan {
-            calls: AtomicU64::new(0),
-            failing: Mutex::new(None),
-        })))
+        Self(Some(Arc::new(Plan { calls: AtomicU64::new(0), failing: Mutex::new(None) })))
     }
 
     /// From the `nth` call from now (1 is the next) `count` calls fail as `kind`.
@@ -77,9 +74,7 @@ impl Faults {
     /// Calls so far.
     #[must_use]
     pub fn calls(&self) -> u64 {
-        self.0
-            .as_ref()
-            .map_or(0, |plan| plan.calls.load(Ordering::SeqCst))
+        self.0.as_ref().map_or(0, |plan| plan.calls.load(Ordering::SeqCst))
     }
 
     /// Passes one call.
@@ -87,9 +82,7 @@ impl Faults {
         let Some(plan) = &self.0 else { return Ok(()) };
         let call = plan.calls.fetch_add(1, Ordering::SeqCst) + 1;
         match *plan.failing.lock() {
-            Some((first, count, kind)) if call >= first && call - first < count => {
-                Err(kind.error())
-            }
+            Some((first, count, kind)) if call >= first && call - first < count => Err(kind.error()),
             Some(_) | None => Ok(()),
         }
     }
@@ -99,12 +92,7 @@ impl Faults {
 pub(super) fn may_pass(e: &rusqlite::Error) -> bool {
     !matches!(
         e.sqlite_error_code(),
-        None | Some(
-            ErrorCode::ConstraintViolation
-                | ErrorCode::TypeMismatch
-                | ErrorCode::TooBig
-                | ErrorCode::Unknown
-        )
+        None | Some(ErrorCode::ConstraintViolation | ErrorCode::TypeMismatch | ErrorCode::TooBig | ErrorCode::Unknown)
     )
 }
 
@@ -113,9 +101,7 @@ pub(super) fn words(e: &rusqlite::Error) -> String {
     let known = match e.sqlite_error_code() {
         Some(ErrorCode::DiskFull) => Some("the disk is full"),
         Some(ErrorCode::ReadOnly) => Some("the journal is read-only"),
-        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => {
-            Some("another program holds the journal")
-        }
+        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => Some("another program holds the journal"),
         Some(ErrorCode::SystemIoFailure) => Some("the disk reports an error"),
         Some(ErrorCode::CannotOpen) => Some("the journal cannot be opened"),
         Some(ErrorCode::DatabaseCorrupt) => Some("the journal is damaged"),
@@ -131,10 +117,7 @@ pub(super) fn words(e: &rusqlite::Error) -> String {
 
 /// The answer to whoever wanted a record.
 pub(super) fn cannot_record(reason: &str) -> Error {
-    Error::new(
-        Code::CannotRecord,
-        format!("not known to be recorded, repeat with the same messageId: {reason}"),
-    )
+    Error::new(Code::CannotRecord, format!("not known to be recorded, repeat with the same messageId: {reason}"))
 }
 
 /// A read that failed.

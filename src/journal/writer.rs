@@ -52,19 +52,9 @@ const LONG: Duration = Duration::from_secs(600);
 /// What the thread is asked to do.
 pub(super) enum Job {
     /// Record a message.
-    Accept {
-        acceptance: Acceptance,
-        bytes: usize,
-        place: Places,
-        done: Done<AcceptOutcome>,
-    },
+    Accept { acceptance: Acceptance, bytes: usize, place: Places, done: Done<AcceptOutcome> },
     /// Record a unit; `owed` ones are tried until they commit.
-    Unit {
-        unit: Unit,
-        owed: bool,
-        place: Places,
-        done: Done<Vec<EventId>>,
-    },
+    Unit { unit: Unit, owed: bool, place: Places, done: Done<Vec<EventId>> },
     /// Somebody cares for other programs' events from now on.
     Look,
     /// Finish everything and close the file.
@@ -155,10 +145,7 @@ impl Writer {
         if let Some(db) = &mut self.db
             && let Err(e) = watch_wal(db, &self.times.wal_pages)
         {
-            log::warn!(
-                "journal: the length of the log is not watched: {}",
-                words(&e)
-            );
+            log::warn!("journal: the length of the log is not watched: {}", words(&e));
         }
         loop {
             let first = {
@@ -169,9 +156,7 @@ impl Writer {
                 Ok(first) => {
                     let (batch, close) = self.gather(first);
                     if self.times.closed {
-                        refuse(batch, || {
-                            Error::new(Code::ShuttingDown, "the journal is closed")
-                        });
+                        refuse(batch, || Error::new(Code::ShuttingDown, "the journal is closed"));
                     } else {
                         self.work(batch);
                         if close {
@@ -206,11 +191,7 @@ impl Writer {
                 Job::Look => {}
                 Job::Close => return (batch, true),
             }
-            next = if batch.len() < BATCH_MAX && bytes < BATCH_BYTES_MAX {
-                self.jobs.try_recv().ok()
-            } else {
-                None
-            };
+            next = if batch.len() < BATCH_MAX && bytes < BATCH_BYTES_MAX { self.jobs.try_recv().ok() } else { None };
         }
         (batch, false)
     }
@@ -261,7 +242,6 @@ impl Writer {
                 Err(e) => self.is_bad(&e),
             }
         } else {
-            self.shared.set_trouble(None);
             let owed: Vec<Job> = self.owed.drain(..).collect();
             self.commit(owed);
         }
@@ -270,12 +250,7 @@ impl Writer {
     fn probe(&mut self) -> rusqlite::Result<()> {
         let faults = self.options.faults.clone();
         self.transaction(|_, db| {
-            run(
-                db,
-                &faults,
-                "INSERT OR REPLACE INTO meta VALUES('probe', ?1)",
-                [now_ms().to_string()],
-            )?;
+            run(db, &faults, "INSERT OR REPLACE INTO meta VALUES('probe', ?1)", [now_ms().to_string()])?;
             Ok(())
         })
     }
@@ -352,8 +327,8 @@ impl Writer {
         self.times.tried = Instant::now();
     }
 
-    /// Commits `batch` and tells everybody; with trouble, keeps what is owed and refuses the rest.
-    fn commit(&mut self, batch: Vec<Job>) {
+    /// Commits `batch` and tells everybody; with trouble, keeps what is owed and refuses the rest. False with trouble.
+    fn commit(&mut self, batch: Vec<Job>) -> bool {
         let records = batch.iter().any(|job| matches!(job, Job::Accept { .. }));
         if records {
             crate::faults::point("before_record");
@@ -369,25 +344,30 @@ impl Writer {
                     crate::faults::point("after_record_before_answer");
                 }
                 self.tell(batch, made);
+                true
             }
             Err(e) if may_pass(&e) => {
                 self.is_bad(&e);
                 self.keep_owed_refuse_rest(batch, &words(&e));
+                false
             }
             Err(e) if batch.len() == 1 => {
                 log::error!("journal: a record that can never be made: {}", words(&e));
-                refuse(batch, || {
-                    Error::internal(format!("cannot be recorded: {}", words(&e)))
-                });
+                refuse(batch, || Error::internal(format!("cannot be recorded: {}", words(&e))));
+                true
             }
             // One record of the batch can never be made: find it by committing them one by one.
             Err(_) => {
+                let mut good = true;
                 for job in batch {
-                    match self.shared.trouble() {
-                        Some(reason) => self.keep_owed_refuse_rest(vec![job], &reason),
-                        None => self.commit(vec![job]),
+                    if good {
+                        good = self.commit(vec![job]);
+                    } else {
+                        let reason = self.shared.trouble().unwrap_or_default();
+                        self.keep_owed_refuse_rest(vec![job], &reason);
                     }
                 }
+                good
             }
         }
     }
@@ -397,9 +377,7 @@ impl Writer {
         for job in batch {
             match job {
                 Job::Unit { owed: true, .. } => self.owed.push_back(job),
-                Job::Unit { owed: false, .. } | Job::Accept { .. } | Job::Look | Job::Close => {
-                    rest.push(job)
-                }
+                Job::Unit { owed: false, .. } | Job::Accept { .. } | Job::Look | Job::Close => rest.push(job),
             }
         }
         self.shared.set_owed(self.owed.len());
@@ -419,65 +397,39 @@ impl Writer {
             came.push(match job {
                 Job::Accept { acceptance: a, .. } => {
                     if self.ledger.open.contains_key(&a.message.uuid) {
-                        Came::Refused(Error::internal(format!(
-                            "message {} is recorded twice",
-                            a.message.uuid
-                        )))
+                        Came::Refused(Error::internal(format!("message {} is recorded twice", a.message.uuid)))
                     } else {
-                        match claim(
-                            db,
-                            &faults,
-                            &self.ledger,
-                            a,
-                            last + 1,
-                            now,
-                            self.options.claim_age_ms,
-                        )? {
+                        match claim(db, &faults, &self.ledger, a, last + 1, now, self.options.claim_age_ms)? {
                             Claimed::Taken => {
                                 last += 1;
                                 self.ledger.accept(db, &faults, a, last)?;
                                 self.insert_event(db, last, &a.event, &at)?;
                                 Came::Accepted(AcceptOutcome::Recorded { event_id: last })
                             }
-                            Claimed::Repeat(answer) => {
-                                Came::Accepted(AcceptOutcome::Repeat(answer))
-                            }
+                            Claimed::Repeat(answer) => Came::Accepted(AcceptOutcome::Repeat(answer)),
                             Claimed::Conflict => Came::Accepted(AcceptOutcome::Conflict),
                         }
                     }
                 }
-                Job::Unit { unit, .. } => {
-                    match self.ledger.apply(db, &faults, &unit.changes, now)? {
-                        Ok(()) => {
-                            let mut ids = Vec::with_capacity(unit.events.len());
-                            for event in &unit.events {
-                                last += 1;
-                                self.insert_event(db, last, event, &at)?;
-                                ids.push(last);
-                            }
-                            Came::Unit(Ok(ids))
+                Job::Unit { unit, .. } => match self.ledger.apply(db, &faults, &unit.changes, now)? {
+                    Ok(()) => {
+                        let mut ids = Vec::with_capacity(unit.events.len());
+                        for event in &unit.events {
+                            last += 1;
+                            self.insert_event(db, last, event, &at)?;
+                            ids.push(last);
                         }
-                        Err(refused) => Came::Unit(Err(refused)),
+                        Came::Unit(Ok(ids))
                     }
-                }
+                    Err(refused) => Came::Unit(Err(refused)),
+                },
                 Job::Look | Job::Close => Came::Refused(Error::internal("no record")),
             });
         }
-        Ok(Batch {
-            came,
-            foreign_upto,
-            head: last,
-            at,
-        })
+        Ok(Batch { came, foreign_upto, head: last, at })
     }
 
-    fn insert_event(
-        &self,
-        db: &Connection,
-        id: EventId,
-        event: &KeptEvent,
-        at: &str,
-    ) -> rusqlite::Result<()> {
+    fn insert_event(&self, db: &Connection, id: EventId, event: &KeptEvent, at: &str) -> rusqlite::Result<()> {
         run(
             db,
             &self.options.faults,
@@ -493,16 +445,12 @@ impl Writer {
             self.publish_foreign(made.foreign_upto);
         }
         let publish = |id: EventId, event: &KeptEvent| {
-            self.publisher
-                .publish_kept(id, event.event, &event.data, &made.at);
+            self.publisher.publish_kept(id, event.event, &event.data, &made.at);
         };
         let (mut events, mut accepted, mut repeats, mut units) = (0, 0, 0, 0);
         for (job, came) in batch.iter().zip(&made.came) {
             match (job, came) {
-                (
-                    Job::Accept { acceptance, .. },
-                    Came::Accepted(AcceptOutcome::Recorded { event_id }),
-                ) => {
+                (Job::Accept { acceptance, .. }, Came::Accepted(AcceptOutcome::Recorded { event_id })) => {
                     publish(*event_id, &acceptance.event);
                     events += 1;
                     accepted += 1;
@@ -526,12 +474,7 @@ impl Writer {
         self.shared.set_owed(self.owed.len());
         for (job, came) in batch.into_iter().zip(made.came) {
             match (job, came) {
-                (
-                    Job::Accept {
-                        place, done, bytes, ..
-                    },
-                    came,
-                ) => {
+                (Job::Accept { place, done, bytes, .. }, came) => {
                     self.shared.give_bytes(bytes);
                     drop(place);
                     done(match came {
@@ -556,18 +499,11 @@ impl Writer {
     /// Publishes what other programs wrote after our newest event, up to and with `upto`.
     fn publish_foreign(&mut self, upto: EventId) {
         while self.head < upto {
-            let rows = match self
-                .db
-                .as_ref()
-                .map(|db| events_between(db, self.head, upto + 1, FOREIGN_ROWS))
-            {
+            let rows = match self.db.as_ref().map(|db| events_between(db, self.head, upto + 1, FOREIGN_ROWS)) {
                 Some(Ok(rows)) => rows,
                 Some(Err(e)) => {
                     // Subscribers find them in the store; the ids after them stay in order.
-                    log::error!(
-                        "journal: events of other programs are not told: {}",
-                        words(&e)
-                    );
+                    log::error!("journal: events of other programs are not told: {}", words(&e));
                     break;
                 }
                 None => break,
@@ -576,8 +512,7 @@ impl Writer {
             let newest = last.id;
             for row in &rows {
                 let data = serde_json::from_str(&row.data_json).unwrap_or(serde_json::Value::Null);
-                self.publisher
-                    .publish_kept(row.id, &row.event, &data, &row.at);
+                self.publisher.publish_kept(row.id, &row.event, &data, &row.at);
             }
             self.shared.count(|n| &n.events, rows.len() as u64);
             self.head = newest;
@@ -600,16 +535,13 @@ impl Writer {
             self.look_for_foreign();
         }
         let pages = self.times.wal_pages.load(Ordering::Relaxed);
-        if pages >= self.times.wal_pages_max
-            || (pages >= WAL_PAGES_IDLE && self.times.worked.elapsed() >= IDLE)
-        {
+        if pages >= self.times.wal_pages_max || (pages >= WAL_PAGES_IDLE && self.times.worked.elapsed() >= IDLE) {
             self.checkpoint();
         }
         if now >= self.times.prune_at {
             self.prune();
         }
-        self.shared
-            .set_wal_pages(self.times.wal_pages.load(Ordering::Relaxed));
+        self.shared.set_wal_pages(self.times.wal_pages.load(Ordering::Relaxed));
     }
 
     /// Did another program write since the last look?
@@ -663,8 +595,7 @@ impl Writer {
             }
             self.times.prunes += 1;
         }
-        let due = self.times.walk.is_under_way()
-            || prune::events_due(db, &self.options, now).unwrap_or(false);
+        let due = self.times.walk.is_under_way() || prune::events_due(db, &self.options, now).unwrap_or(false);
         let mut gap = Duration::from_millis(self.options.prune_every_ms);
         if due {
             let result = self.transaction(|this, db| {
@@ -692,10 +623,7 @@ impl Writer {
             self.try_again();
         }
         if !self.owed.is_empty() {
-            log::error!(
-                "journal: closes with {} outcomes unrecorded; the next start looks them up",
-                self.owed.len()
-            );
+            log::error!("journal: closes with {} outcomes unrecorded; the next start looks them up", self.owed.len());
             let owed: Vec<Job> = self.owed.drain(..).collect();
             let reason = self.shared.trouble().unwrap_or_default();
             refuse(owed, || cannot_record(&reason));
@@ -716,9 +644,7 @@ impl Writer {
 fn refuse(batch: Vec<Job>, error: impl Fn() -> Error) {
     for job in batch {
         match job {
-            Job::Accept {
-                place, done, bytes, ..
-            } => {
+            Job::Accept { place, done, bytes, .. } => {
                 place.shared().give_bytes(bytes);
                 drop(place);
                 done(Err(error()));

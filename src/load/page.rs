@@ -35,6 +35,7 @@ struct Line {
 enum Axis {
     Linear {
         max: f64,
+        step: f64,
     },
     Log {
         min: f64,
@@ -47,7 +48,7 @@ enum Axis {
 impl Axis {
     fn place(&self, value: f64) -> f64 {
         match self {
-            Axis::Linear { max } => value / max,
+            Axis::Linear { max, step: _ } => value / max,
             Axis::Log { min, max } => (value.max(*min) / min).ln() / (max / min).ln(),
             Axis::Nines => -(1.0 - value.min(99.999) / 100.0).log10() / 5.0,
         }
@@ -56,19 +57,13 @@ impl Axis {
 
     fn ticks(&self) -> Vec<(f64, String)> {
         match self {
-            Axis::Linear { max } => (0..=4)
-                .map(|n| max * f64::from(n) / 4.0)
-                .map(|v| {
-                    (
-                        v,
-                        if *max >= 20.0 {
-                            format!("{v:.0}")
-                        } else {
-                            format!("{v:.1}")
-                        },
-                    )
-                })
-                .collect(),
+            Axis::Linear { max, step } => {
+                let decimals = usize::from(*step < 1.0) + usize::from(*step < 0.1);
+                (0..=(max / step).round() as u32)
+                    .map(|n| step * f64::from(n))
+                    .map(|v| (v, format!("{v:.decimals$}")))
+                    .collect()
+            }
             Axis::Log { min, max } => {
                 let mut ticks = Vec::new();
                 let mut value = *min;
@@ -85,16 +80,23 @@ impl Axis {
     }
 }
 
-/// A linear axis that ends at a round number.
+/// A linear axis with round steps, about five of them.
 fn linear(lines: &[Line], of: fn(&(f64, f64)) -> f64) -> Axis {
     let top = lines
         .iter()
         .flat_map(|l| &l.points)
         .map(of)
-        .fold(0.0, f64::max);
-    let step = 10f64.powf(top.max(1e-3).log10().floor());
+        .fold(0.01, f64::max);
+    let rough = top / 5.0;
+    let decade = 10f64.powf(rough.log10().floor());
+    let step = [1.0, 2.0, 5.0]
+        .iter()
+        .map(|m| m * decade)
+        .find(|s| *s >= rough)
+        .unwrap_or(decade * 10.0);
     Axis::Linear {
-        max: (top / step).ceil().max(1.0) * step,
+        max: (top / step).ceil() * step,
+        step,
     }
 }
 
@@ -139,9 +141,14 @@ fn plot(title: &str, x_name: &str, x: &Axis, y: &Axis, lines: &[Line]) -> String
     for (value, label) in x.ticks() {
         let _ = write!(
             svg,
-            "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{label}</text>",
+            "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"{}\">{label}</text>",
             at_x(value),
-            HEIGHT - BOTTOM + 16.0
+            HEIGHT - BOTTOM + 16.0,
+            if x.place(value) > 0.98 {
+                "end"
+            } else {
+                "middle"
+            }
         );
     }
     let _ = write!(
@@ -153,6 +160,12 @@ fn plot(title: &str, x_name: &str, x: &Axis, y: &Axis, lines: &[Line]) -> String
     );
     for (n, line) in lines.iter().enumerate() {
         let colour = COLOURS[n % COLOURS.len()];
+        // When colours come round again the line is broken, on the plot and in its key.
+        let dash = if n < COLOURS.len() {
+            ""
+        } else {
+            " stroke-dasharray=\"5 3\""
+        };
         let mut path = String::new();
         for (px, py) in &line.points {
             let _ = write!(
@@ -165,7 +178,7 @@ fn plot(title: &str, x_name: &str, x: &Axis, y: &Axis, lines: &[Line]) -> String
         }
         let _ = write!(
             svg,
-            "<path d=\"{path}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.6\"/>"
+            "<path d=\"{path}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.6\"{dash}/>"
         );
     }
     svg.push_str("</svg><p class=\"key\">");
@@ -173,7 +186,8 @@ fn plot(title: &str, x_name: &str, x: &Axis, y: &Axis, lines: &[Line]) -> String
         let colour = COLOURS[n % COLOURS.len()];
         let _ = write!(
             svg,
-            "<span><i style=\"background:{colour}\"></i>{}</span>",
+            "<span><i style=\"border-top:3px {} {colour}\"></i>{}</span>",
+            if n < COLOURS.len() { "solid" } else { "dashed" },
             escaped(&line.name)
         );
     }
@@ -246,7 +260,7 @@ pub fn html(outcome: &Outcome) -> String {
          td:first-child,th:first-child,td:nth-child(2),th:nth-child(2){{text-align:left}}\
          figure{{margin:22px 0}}figcaption{{font-weight:600}}svg{{width:100%;height:auto}}\
          svg text{{font-size:11px;fill:#555}}.grid{{stroke:#e4e4e4}}\
-         .key span{{margin-right:14px;white-space:nowrap;font-size:12px}}.key i{{display:inline-block;width:12px;height:3px;margin-right:5px;vertical-align:middle}}\
+         .key span{{margin-right:14px;white-space:nowrap;font-size:12px}}.key i{{display:inline-block;width:14px;margin-right:5px;vertical-align:middle}}\
          .key{{margin:2px 0 0 {LEFT}px}}.good{{color:#00664b}}.bad{{color:#b3001b}}pre{{white-space:pre-wrap;font-size:12px;background:#f6f6f6;padding:10px}}\
          </style><h1>{name}: <span class=\"{class}\">{word}</span></h1><p>{about}</p>",
         name = escaped(&scenario.name),

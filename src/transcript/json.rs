@@ -210,7 +210,7 @@ impl<'a> Cursor<'a> {
     ///
     /// # Errors
     /// Nothing comes, or no value can start so.
-    pub fn next(&mut self) -> Result<Next, Bad> {
+    pub fn peek(&mut self) -> Result<Next, Bad> {
         self.blanks();
         match self.bytes.get(self.at) {
             Some(b'{') => Ok(Next::Object),
@@ -342,7 +342,7 @@ impl<'a> Cursor<'a> {
     /// # Errors
     /// It cannot be read.
     pub fn skip(&mut self) -> Result<(), Bad> {
-        match self.next()? {
+        match self.peek()? {
             Next::String => self.string().map(|_| ()),
             Next::Scalar => self.scalar().map(|_| ()),
             Next::Object => {
@@ -376,7 +376,7 @@ impl<'a> Cursor<'a> {
     /// # Errors
     /// It cannot be read.
     pub fn is_true(&mut self) -> Result<bool, Bad> {
-        match self.next()? {
+        match self.peek()? {
             Next::Scalar => Ok(self.scalar()? == b"true"),
             Next::Object | Next::Array | Next::String => self.skip().map(|()| false),
         }
@@ -387,7 +387,7 @@ impl<'a> Cursor<'a> {
     /// # Errors
     /// It cannot be read.
     pub fn string_or_skip(&mut self) -> Result<Option<Str<'a>>, Bad> {
-        match self.next()? {
+        match self.peek()? {
             Next::String => self.string().map(Some),
             Next::Object | Next::Array | Next::Scalar => self.skip().map(|()| None),
         }
@@ -398,7 +398,7 @@ impl<'a> Cursor<'a> {
     /// # Errors
     /// It cannot be read.
     pub fn value(&mut self, cuts: &[Cut]) -> Result<Value, Bad> {
-        Ok(match self.next()? {
+        Ok(match self.peek()? {
             Next::String => Value::String(self.string()?.text(cuts).into_owned()),
             Next::Scalar => number(self.scalar()?),
             Next::Object => {

@@ -41,6 +41,10 @@ pub enum Body<'a> {
 
 /// One thing that a line holds.
 #[derive(Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one at a time, on the stack, and mostly records"
+)]
 pub enum Seen<'a> {
     /// A whole record.
     Record {
@@ -78,12 +82,12 @@ impl RawLine<'_> {
             Body::Dropped { torn: true } => return f(Seen::Gap),
             Body::Over(sniff) => return f(stub(sniff, self.offset, self.len)),
             Body::Held(line, cuts) => (line, cuts, 0),
-            Body::Tail(line, cuts) => match next_alone(line, cuts) {
+            Body::Tail(line, cuts) => match glued_record(line, cuts) {
                 Some(at) => {
                     f(Seen::Gap);
                     (line, cuts, at)
                 }
-                None if ends_torn(line) => return f(Seen::Gap),
+                None if ends_torn(line, cuts) => return f(Seen::Gap),
                 None => return,
             },
         };
@@ -124,11 +128,13 @@ fn stub(sniff: &Sniff, offset: u64, len: u64) -> Seen<'_> {
     }
 }
 
-fn ends_torn(line: &[u8]) -> bool {
-    line.iter()
-        .rev()
-        .find(|b| !b.is_ascii_whitespace())
-        .is_some_and(|b| *b != b'}')
+/// No record ends otherwise than with a brace.
+fn ends_torn(line: &[u8], cuts: &[Cut]) -> bool {
+    let mut end = line.len();
+    while end > 0 && line[end - 1].is_ascii_whitespace() {
+        end -= 1;
+    }
+    end == 0 || line[end - 1] != b'}' || cuts.iter().any(|c| c.at as usize >= end)
 }
 
 /// Bytes of a line that surely show its kind, if the kind comes first.
@@ -143,6 +149,8 @@ enum State {
         /// From the middle of a line of another kind.
         tail: bool,
     },
+    /// Inside a line of which too little was seen to tell its kind: it is in `head`.
+    Head,
     /// Inside a line of another kind.
     Dropped {
         /// Its last two bytes.
@@ -163,6 +171,8 @@ pub struct Scanner {
     line_at: u64,
     /// Where its stripped part starts.
     strip_at: u64,
+    /// Its first bytes, while they are fewer than [`HEAD_BYTES`].
+    head: Vec<u8>,
     glue: memmem::Finder<'static>,
 }
 
@@ -176,6 +186,7 @@ impl Scanner {
             at: offset,
             line_at: offset,
             strip_at: offset,
+            head: Vec::with_capacity(HEAD_BYTES),
             glue: memmem::Finder::new(b"{\""),
         }
     }
@@ -212,10 +223,10 @@ impl Scanner {
                 return;
             }
             if is_other_kind(piece) {
-                match self.find_glued(piece, 1) {
+                match self.find_glued(piece, 1, 0) {
                     None => {
                         let body = Body::Dropped {
-                            torn: ends_torn(piece),
+                            torn: ends_torn(piece, &[]),
                         };
                         return each(RawLine {
                             offset: self.at,
@@ -229,8 +240,11 @@ impl Scanner {
             return self.whole(0, piece, false, each);
         }
         self.more(piece);
+        if matches!(self.state, State::Head) {
+            self.decide();
+        }
         match std::mem::replace(&mut self.state, State::Fresh) {
-            State::Fresh => {}
+            State::Fresh | State::Head => {}
             State::Dropped { end, .. } => {
                 let len = self.at + piece.len() as u64 - self.line_at;
                 each(RawLine {
@@ -289,16 +303,37 @@ impl Scanner {
         match self.state {
             State::Fresh => {
                 self.line_at = self.at;
-                if piece.len() >= HEAD_BYTES && is_other_kind(piece) {
-                    self.pass_other(piece, [0, 0], 0);
-                } else {
-                    self.begin_strip(self.at, false);
-                    self.strip.feed(piece);
+                self.head.clear();
+                self.state = State::Head;
+                self.more(piece);
+            }
+            State::Head => {
+                let n = piece.len().min(HEAD_BYTES - self.head.len());
+                self.head.extend_from_slice(&piece[..n]);
+                if self.head.len() == HEAD_BYTES {
+                    self.decide();
+                    self.at += n as u64;
+                    self.more(&piece[n..]);
+                    self.at -= n as u64;
                 }
             }
             State::Strip { .. } => self.strip.feed(piece),
-            State::Dropped { before, end } => self.pass_other(piece, before, end),
+            State::Dropped { before, end } => self.pass_other(piece, Some(before), end),
         }
+    }
+
+    /// What to do with the line whose first bytes are in `head`.
+    fn decide(&mut self) {
+        let head = std::mem::take(&mut self.head);
+        let at = std::mem::replace(&mut self.at, self.line_at);
+        if is_other_kind(&head) {
+            self.pass_other(&head, None, 0);
+        } else {
+            self.begin_strip(self.line_at, false);
+            self.strip.feed(&head);
+        }
+        self.at = at;
+        self.head = head;
     }
 
     fn begin_strip(&mut self, at: u64, tail: bool) {
@@ -307,19 +342,20 @@ impl Scanner {
         self.state = State::Strip { tail };
     }
 
-    fn pass_other(&mut self, piece: &[u8], before: [u8; 2], end: u8) {
-        // The two bytes of a glued record's start can lie in two chunks.
-        if before[1] == b'{'
+    /// `before`: the last two bytes of the line so far; none at its start.
+    fn pass_other(&mut self, piece: &[u8], before: Option<[u8; 2]>, end: u8) {
+        // The two bytes of a glued record's start can lie in two pieces.
+        if let Some([prev, b'{']) = before
             && piece[0] == b'"'
-            && (!may_precede_value(before[0]) || starts_record(piece))
+            && (!may_precede_value(prev) || starts_record(piece))
         {
             self.begin_strip(self.at - 1, true);
             self.strip.feed(b"{");
             self.strip.feed(piece);
             return;
         }
-        let from = usize::from(before == [0, 0]);
-        if let Some(n) = self.find_glued_after(piece, from, before[1]) {
+        let [_, prev] = before.unwrap_or_default();
+        if let Some(n) = self.find_glued(piece, usize::from(before.is_none()), prev) {
             self.begin_strip(self.at + n as u64, true);
             self.strip.feed(&piece[n..]);
             return;
@@ -328,7 +364,7 @@ impl Scanner {
         let last_but_one = if piece.len() > 1 {
             piece[piece.len() - 2]
         } else {
-            before[1]
+            prev
         };
         let end = piece
             .iter()
@@ -342,18 +378,25 @@ impl Scanner {
         };
     }
 
-    fn find_glued(&self, line: &[u8], from: usize) -> Option<usize> {
-        self.find_glued_after(line, from, 0)
-    }
-
-    /// Where a record may be glued to a torn line: a `{"` that no value can stand at, or that starts as records do.
-    fn find_glued_after(&self, bytes: &[u8], from: usize, before: u8) -> Option<usize> {
+    fn find_glued(&self, bytes: &[u8], from: usize, before: u8) -> Option<usize> {
         let hay = bytes.get(from..)?;
-        self.glue.find_iter(hay).map(|n| n + from).find(|&n| {
-            let prev = if n == 0 { before } else { bytes[n - 1] };
-            !may_precede_value(prev) || starts_record(&bytes[n + 1..])
-        })
+        self.glue
+            .find_iter(hay)
+            .map(|n| n + from)
+            .find(|&n| is_glue(bytes, n, before))
     }
+}
+
+/// True if a record may be glued to a torn line at `n`: a `{"` that no value can stand at, or that starts as records do.
+fn is_glue(bytes: &[u8], n: usize, before: u8) -> bool {
+    let prev = if n == 0 { before } else { bytes[n - 1] };
+    !may_precede_value(prev) || starts_record(&bytes[n + 1..])
+}
+
+/// Where a whole record is glued in the end of a line of another kind.
+fn glued_record(line: &[u8], cuts: &[Cut]) -> Option<usize> {
+    let glue = |n: usize| is_glue(line, n, 0) || cuts.iter().any(|c| c.at as usize == n);
+    next_alone(line, cuts, glue)
 }
 
 fn may_precede_value(b: u8) -> bool {

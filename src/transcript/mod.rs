@@ -16,6 +16,9 @@ pub mod record;
 pub mod sniff;
 pub mod strip;
 
+#[cfg(test)]
+mod strange;
+
 pub use entry::{Block, Entry, EntryType};
 pub use media::MediaRef;
 pub use page::{Page, Window};

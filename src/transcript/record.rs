@@ -123,7 +123,7 @@ pub fn walk_blocks<'a>(
 ) -> Result<(), Bad> {
     let mut images = 0;
     let mut one = |cursor: &mut Cursor<'a>| -> Result<(), Bad> {
-        match cursor.next()? {
+        match cursor.peek()? {
             Next::String => {
                 each(BlockRef {
                     text: Some(cursor.string()?),
@@ -143,7 +143,7 @@ pub fn walk_blocks<'a>(
             Next::Array | Next::Scalar => cursor.skip(),
         }
     };
-    match cursor.next()? {
+    match cursor.peek()? {
         Next::Array => {
             if cursor.enter()? {
                 loop {
@@ -193,7 +193,7 @@ fn block<'a>(cursor: &mut Cursor<'a>) -> Result<BlockRef<'a>, Bad> {
 }
 
 fn source<'a>(cursor: &mut Cursor<'a>) -> Result<Option<Source<'a>>, Bad> {
-    if cursor.next()? != Next::Object {
+    if cursor.peek()? != Next::Object {
         cursor.skip()?;
         return Ok(None);
     }
@@ -235,7 +235,7 @@ pub struct Content<'a> {
 }
 
 fn content<'a>(cursor: &mut Cursor<'a>, cuts: &[Cut]) -> Result<Option<Content<'a>>, Bad> {
-    if cursor.next()? == Next::Scalar {
+    if cursor.peek()? == Next::Scalar {
         cursor.skip()?;
         return Ok(None);
     }
@@ -491,7 +491,7 @@ pub fn is_conversation(kind: &[u8]) -> bool {
 /// It is no whole object, or too deep.
 pub fn read<'a>(line: &'a [u8], cuts: &[Cut], at: usize) -> Result<Record<'a>, Bad> {
     let mut cursor = Cursor::new(line, at);
-    if cursor.next()? != Next::Object {
+    if cursor.peek()? != Next::Object {
         return Err(Bad::Syntax(cursor.at));
     }
     let start = cursor.at;
@@ -721,7 +721,7 @@ pub fn judge_sniffed(sniff: &Sniff) -> Kind {
 
 /// True for an origin that is somebody other than the person.
 fn origin(cursor: &mut Cursor<'_>) -> Result<bool, Bad> {
-    match cursor.next()? {
+    match cursor.peek()? {
         Next::Scalar => Ok(cursor.scalar()? != b"null"),
         Next::String => Ok(!cursor.string()?.is(b"human")),
         Next::Array => cursor.skip().map(|()| true),
@@ -746,7 +746,7 @@ fn origin(cursor: &mut Cursor<'_>) -> Result<bool, Bad> {
 
 fn message<'a>(cursor: &mut Cursor<'a>, cuts: &[Cut]) -> Result<Message<'a>, Bad> {
     let mut message = Message::default();
-    if cursor.next()? != Next::Object {
+    if cursor.peek()? != Next::Object {
         cursor.skip()?;
         return Ok(message);
     }
@@ -768,7 +768,7 @@ fn message<'a>(cursor: &mut Cursor<'a>, cuts: &[Cut]) -> Result<Message<'a>, Bad
 
 fn attachment<'a>(cursor: &mut Cursor<'a>, cuts: &[Cut]) -> Result<Attachment<'a>, Bad> {
     let mut attachment = Attachment::default();
-    if cursor.next()? != Next::Object {
+    if cursor.peek()? != Next::Object {
         cursor.skip()?;
         return Ok(attachment);
     }
@@ -792,6 +792,10 @@ fn attachment<'a>(cursor: &mut Cursor<'a>, cuts: &[Cut]) -> Result<Attachment<'a
 
 /// One step of [`split`].
 #[derive(Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one at a time, on the stack, and mostly records"
+)]
 pub enum Part<'a> {
     /// A whole record.
     Record(Record<'a>),
@@ -839,11 +843,11 @@ pub fn split<'a>(line: &'a [u8], cuts: &[Cut], from: usize, mut each: impl FnMut
     }
 }
 
-/// Where a whole conversation record starts in the end of a line of another kind.
+/// Where a whole conversation record starts in the end of a line of another kind, among the places that `may` allows.
 #[must_use]
-pub fn next_alone(line: &[u8], cuts: &[Cut]) -> Option<usize> {
+pub fn next_alone(line: &[u8], cuts: &[Cut], may: impl Fn(usize) -> bool) -> Option<usize> {
     let mut budget = RETRY_BYTES_MAX;
-    memmem::find_iter(line, b"{\"").find(|n| stands_alone(line, cuts, *n, &mut budget))
+    memmem::find_iter(line, b"{\"").find(|n| may(*n) && stands_alone(line, cuts, *n, &mut budget))
 }
 
 /// Where a whole conversation record starts behind what was torn at `at` and stopped making sense at `stop`.

@@ -19,15 +19,13 @@ use beebox_chatd::clock::now_ms;
 use beebox_chatd::ids::{EventId, MessageId, MessageUuid, SessionId, TurnId};
 use beebox_chatd::inbox::Message;
 use beebox_chatd::journal::{
-    AcceptOutcome, Acceptance, Change, Claim, Journal, JournalOptions, KeptEvent, Unit,
-    content_hash,
+    AcceptOutcome, Acceptance, Change, Claim, Journal, JournalOptions, KeptEvent, Unit, content_hash,
 };
 use serde_json::json;
 
 const ROUNDS: usize = 5;
 const ROUND: Duration = Duration::from_millis(1000);
-const TEXT: &str =
-    "a message of a usual length, such as a person types into a chat window before lunch";
+const TEXT: &str = "a message of a usual length, such as a person types into a chat window before lunch";
 
 struct Nobody;
 impl Publisher for Nobody {
@@ -40,9 +38,24 @@ struct Round {
     p50: f64,
     p99: f64,
     per_commit: f64,
+    /// CPU time of the journal's thread for each, in microseconds.
+    cpu_us: f64,
 }
 
-fn round(mut us: Vec<f64>, took: Duration, commits: u64) -> Round {
+/// CPU time of the thread `journal`, in microseconds; ticks of 10 ms, so of use over a whole round only.
+fn journal_cpu_us() -> f64 {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    for task in tasks.flatten() {
+        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        if let Some((_, fields)) = stat.split_once("(journal) ") {
+            let fields: Vec<&str> = fields.split(' ').collect();
+            return (fields[11].parse::<f64>().unwrap() + fields[12].parse::<f64>().unwrap()) * 10_000.0;
+        }
+    }
+    0.0
+}
+
+fn round(mut us: Vec<f64>, took: Duration, commits: u64, cpu_us: f64) -> Round {
     us.sort_by(f64::total_cmp);
     let at = |q: f64| us[((us.len() - 1) as f64 * q) as usize];
     Round {
@@ -50,6 +63,7 @@ fn round(mut us: Vec<f64>, took: Duration, commits: u64) -> Round {
         p50: at(0.5),
         p99: at(0.99),
         per_commit: us.len() as f64 / commits.max(1) as f64,
+        cpu_us: cpu_us / us.len() as f64,
     }
 }
 
@@ -60,20 +74,17 @@ fn report(what: &str, rounds: Vec<Round>) {
         all[all.len() / 2]
     };
     println!(
-        "{what:<44} {:>9.0}/s   p50 {:>8.0} us   p99 {:>8.0} us   {:>6.1} a commit",
+        "{what:<44} {:>9.0}/s   p50 {:>8.0} us   p99 {:>8.0} us   {:>6.1} a commit   {:>6.1} us of CPU",
         median(|r| r.per_s),
         median(|r| r.p50),
         median(|r| r.p99),
-        median(|r| r.per_commit)
+        median(|r| r.per_commit),
+        median(|r| r.cpu_us)
     );
 }
 
 fn raw(dir: &Path) -> Round {
-    let mut file = std::fs::File::options()
-        .create(true)
-        .append(true)
-        .open(dir.join("raw"))
-        .unwrap();
+    let mut file = std::fs::File::options().create(true).append(true).open(dir.join("raw")).unwrap();
     let line = [b'x'; 400];
     let (mut us, begun) = (Vec::new(), Instant::now());
     while begun.elapsed() < ROUND {
@@ -83,17 +94,12 @@ fn raw(dir: &Path) -> Round {
         us.push(at.elapsed().as_secs_f64() * 1e6);
     }
     let n = us.len() as u64;
-    round(us, begun.elapsed(), n)
+    round(us, begun.elapsed(), n, 0.0)
 }
 
 fn acceptance(session: &SessionId) -> Acceptance {
-    let message = Message {
-        uuid: MessageUuid::fresh(),
-        text: TEXT.into(),
-        images: Vec::new(),
-        user: None,
-        at_ms: now_ms(),
-    };
+    let message =
+        Message { uuid: MessageUuid::fresh(), text: TEXT.into(), images: Vec::new(), user: None, at_ms: now_ms() };
     Acceptance {
         session: session.clone(),
         claim: Some(Claim {
@@ -145,12 +151,7 @@ impl Desk {
                 event: "chat-message-dispatched",
                 data: json!({"sessionId": self.session, "turnId": turn, "messageUuids": members}),
             }],
-            changes: vec![Change::Dispatch {
-                session: self.session.clone(),
-                turn: turn.clone(),
-                members,
-                attempt: 1,
-            }],
+            changes: vec![Change::Dispatch { session: self.session.clone(), turn: turn.clone(), members, attempt: 1 }],
         };
         let desk = Arc::clone(self);
         let Ok(place) = self.journal.reserve(1) else {
@@ -218,14 +219,12 @@ fn accepts(dir: &Path, submitters: usize, drain: bool) -> Round {
             })
         })
         .collect();
-    let us: Vec<f64> = threads
-        .into_iter()
-        .flat_map(|thread| thread.join().unwrap())
-        .collect();
+    let us: Vec<f64> = threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect();
     let took = begun.elapsed();
     let commits = journal.stats().commits - before;
+    let cpu_us = journal_cpu_us();
     assert!(journal.shutdown(Duration::from_secs(20)));
-    round(us, took, commits)
+    round(us, took, commits, cpu_us)
 }
 
 fn main() {
@@ -234,9 +233,8 @@ fn main() {
     for _ in 0..ROUNDS {
         let dir = tempfile::TempDir::new_in(&root).unwrap();
         all[0].push(raw(dir.path()));
-        for (n, (submitters, drain)) in [(1, false), (64, false), (1, true), (64, true), (8, true)]
-            .into_iter()
-            .enumerate()
+        for (n, (submitters, drain)) in
+            [(1, false), (64, false), (1, true), (64, true), (8, true)].into_iter().enumerate()
         {
             // A journal of its own for each, so that rounds compare.
             let dir = tempfile::TempDir::new_in(&root).unwrap();

@@ -19,7 +19,7 @@ pub enum Die {
 /// What becomes of a uuid that the session holds already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dedup {
-    /// Not run again; told as `command_lifecycle completed` (2.1.332).
+    /// Not run again; told once as `command_lifecycle completed` if an earlier process ran it (2.1.332).
     Told,
     /// Not run again, and not a word about it (2.1.197).
     Silent,

@@ -72,7 +72,7 @@ pub struct Transcript {
     late: VecDeque<(Instant, String)>,
     /// Uuid of the last line in the chain of parents.
     pub leaf: Option<String>,
-    /// Uuids of user lines: what is not run again.
+    /// Uuids of user lines that were there when the process began: what is not run again.
     pub known: HashSet<String>,
     /// User turns so far.
     pub turns: u64,

@@ -55,10 +55,7 @@ impl Disk {
             }
             for file in std::fs::read_dir(project)? {
                 let path = file?.path();
-                let name = path
-                    .file_name()
-                    .and_then(|n| n.to_str())
-                    .unwrap_or_default();
+                let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
                 if let Some(session) = name.strip_suffix(".jsonl").filter(|s| wanted(s)) {
                     let mut bytes = Vec::new();
                     std::fs::File::open(&path)?.read_to_end(&mut bytes)?;
@@ -75,19 +72,14 @@ impl Disk {
 pub fn parse(bytes: &[u8]) -> Transcript {
     let mut transcript = Transcript::default();
     // What follows the last line end is a line still being written.
-    let whole = bytes
-        .iter()
-        .rposition(|b| *b == b'\n')
-        .map_or(0, |at| at + 1);
+    let whole = bytes.iter().rposition(|b| *b == b'\n').map_or(0, |at| at + 1);
     for line in bytes[..whole].split(|b| *b == b'\n') {
         let line = String::from_utf8_lossy(line);
         let line = line.trim();
         if line.is_empty() {
             continue;
         }
-        let parsed = serde_json::from_str::<Value>(line)
-            .ok()
-            .or_else(|| glued(line));
+        let parsed = serde_json::from_str::<Value>(line).ok().or_else(|| glued(line));
         match parsed {
             Some(value) if value.is_object() => take_line(&mut transcript, &value),
             Some(_) | None => transcript.bad += 1,
@@ -117,42 +109,22 @@ fn take_line(transcript: &mut Transcript, line: &Value) {
             if text.is_empty() && photos == 0 {
                 return;
             }
-            let mut uuids: Vec<String> = line["uuid"]
-                .as_str()
-                .map(str::to_owned)
-                .into_iter()
-                .collect();
+            let mut uuids: Vec<String> = line["uuid"].as_str().map(str::to_owned).into_iter().collect();
             uuids.extend(strings(&line["mergedSendUuids"]));
-            transcript.users.push(UserLine {
-                uuids,
-                text,
-                photos,
-            });
+            transcript.users.push(UserLine { uuids, text, photos });
         }
         "attachment" if line["attachment"]["type"] == "queued_command" => {
             let inner = &line["attachment"];
             let (text, photos) = words(&inner["prompt"]);
-            let uuids = inner["source_uuid"]
-                .as_str()
-                .map(str::to_owned)
-                .into_iter()
-                .collect();
-            transcript.users.push(UserLine {
-                uuids,
-                text,
-                photos,
-            });
+            let uuids = inner["source_uuid"].as_str().map(str::to_owned).into_iter().collect();
+            transcript.users.push(UserLine { uuids, text, photos });
         }
         _ => {}
     }
 }
 
 fn strings(list: &Value) -> Vec<String> {
-    list.as_array()
-        .into_iter()
-        .flatten()
-        .filter_map(|v| v.as_str().map(str::to_owned))
-        .collect()
+    list.as_array().into_iter().flatten().filter_map(|v| v.as_str().map(str::to_owned)).collect()
 }
 
 /// Text and number of photos of a content that is a string or blocks; what a tool said is not a person's.
@@ -203,21 +175,11 @@ mod tests {
             r#"{"type":"user","message":{"content":"not yet"},"uuid":"u7"}"#,
         );
         let t = parse(file.as_bytes());
-        let got: Vec<(String, String, usize)> = t
-            .users
-            .iter()
-            .map(|u| (u.uuids.join("+"), u.text.clone(), u.photos))
-            .collect();
-        let want = [
-            ("u1", "one", 0),
-            ("u4+m", "see", 1),
-            ("q", "folded", 0),
-            ("u6", "glued", 0),
-        ];
-        let want: Vec<(String, String, usize)> = want
-            .iter()
-            .map(|(a, b, c)| ((*a).to_owned(), (*b).to_owned(), *c))
-            .collect();
+        let got: Vec<(String, String, usize)> =
+            t.users.iter().map(|u| (u.uuids.join("+"), u.text.clone(), u.photos)).collect();
+        let want = [("u1", "one", 0), ("u4+m", "see", 1), ("q", "folded", 0), ("u6", "glued", 0)];
+        let want: Vec<(String, String, usize)> =
+            want.iter().map(|(a, b, c)| ((*a).to_owned(), (*b).to_owned(), *c)).collect();
         assert_eq!(got, want);
         assert_eq!((t.assistants, t.bad), (1, 1));
     }

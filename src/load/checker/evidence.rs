@@ -81,16 +81,25 @@ pub(super) fn marks(text: &str) -> Vec<(usize, &str)> {
     found
 }
 
-/// Image numbers are shifted when messages are merged: `[image#12]` and `[image#1]` read alike.
-pub(super) fn without_image_numbers(text: &str) -> String {
+/// Whether `delivered` holds the words of `sent`: verbatim, or, for a text with `[image#N]` tokens, but for the tokens
+/// (whose photos may stand in their places, under shifted numbers) and the blanks around them.
+pub(super) fn holds_words(delivered: &str, sent: &str) -> bool {
+    if !sent.contains("[image#") {
+        return delivered.contains(sent);
+    }
+    words_alone(delivered).contains(&words_alone(sent))
+}
+
+fn words_alone(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(at) = rest.find("[image#") {
-        let after = at + "[image#".len();
-        out.push_str(&rest[..after]);
-        rest = rest[after..].trim_start_matches(|c: char| c.is_ascii_digit());
+        out.extend(rest[..at].split_whitespace());
+        let token = &rest[at + "[image#".len()..];
+        let after = token.trim_start_matches(|c: char| c.is_ascii_digit());
+        rest = after.strip_prefix(']').unwrap_or(token);
     }
-    out.push_str(rest);
+    out.extend(rest.split_whitespace());
     out
 }
 
@@ -115,10 +124,7 @@ pub struct EventLog {
 impl EventLog {
     /// Takes in one kept event; seen before with other content, it is noted.
     pub fn add(&mut self, id: i64, event: &str, data: Value) {
-        let kept = Kept {
-            event: event.to_owned(),
-            data,
-        };
+        let kept = Kept { event: event.to_owned(), data };
         if let Some(before) = self.events.get(&id) {
             if *before != kept {
                 self.differing.insert(id);

@@ -17,7 +17,7 @@ use std::fmt;
 use super::client::Accepted;
 use super::proc::Usage;
 pub use evidence::{EventLog, Evidence, Kept, Pending, Sent, Try, mark};
-use evidence::{marks, without_image_numbers};
+use evidence::{holds_words, marks};
 use told::Told;
 pub use violation::Violation;
 
@@ -84,19 +84,11 @@ pub fn check(evidence: &Evidence) -> Verdict {
     for (session, transcript) in &evidence.disk.sessions {
         for (line, user) in transcript.users.iter().enumerate() {
             for (offset, id) in marks(&user.text) {
-                places.entry(id).or_default().push(Place {
-                    session,
-                    line,
-                    offset,
-                });
+                places.entry(id).or_default().push(Place { session, line, offset });
             }
         }
     }
-    let pending: HashMap<&str, &Pending> = evidence
-        .pending
-        .iter()
-        .map(|p| (p.uuid.as_str(), p))
-        .collect();
+    let pending: HashMap<&str, &Pending> = evidence.pending.iter().map(|p| (p.uuid.as_str(), p)).collect();
 
     let mut verdict = Verdict {
         messages: evidence.sent.len(),
@@ -109,22 +101,11 @@ pub fn check(evidence: &Evidence) -> Verdict {
     };
     let mut found = Vec::new();
     for sent in &evidence.sent {
-        let there = places
-            .get(sent.message_id.as_str())
-            .map(Vec::as_slice)
-            .unwrap_or_default();
+        let there = places.get(sent.message_id.as_str()).map(Vec::as_slice).unwrap_or_default();
         verdict.accepted += usize::from(sent.accepted().is_some());
         verdict.unanswered += usize::from(sent.accepted().is_none());
         verdict.delivered += usize::from(!there.is_empty());
-        check_message(
-            sent,
-            there,
-            &bus,
-            &pending,
-            evidence,
-            &mut verdict,
-            &mut found,
-        );
+        check_message(sent, there, &bus, &pending, evidence, &mut verdict, &mut found);
     }
     check_order(&evidence.sent, &places, &bus, &mut found);
     check_photos(evidence, &mut found);
@@ -134,19 +115,12 @@ pub fn check(evidence: &Evidence) -> Verdict {
     }
     for (name, order) in &evidence.subscribers {
         for fault in &order.faults {
-            found.push(Violation::EventOrder {
-                subscriber: name.clone(),
-                fault: fault.clone(),
-            });
+            found.push(Violation::EventOrder { subscriber: name.clone(), fault: fault.clone() });
         }
     }
     if evidence.settled {
         for p in evidence.pending.iter().filter(|p| p.state != "failed") {
-            found.push(Violation::Stuck {
-                session: p.session.clone(),
-                uuid: p.uuid.clone(),
-                state: p.state.clone(),
-            });
+            found.push(Violation::Stuck { session: p.session.clone(), uuid: p.uuid.clone(), state: p.state.clone() });
         }
     }
     found.sort();
@@ -169,11 +143,7 @@ fn check_message(
     let told = bus.accepted.get(sent.message_id.as_str());
 
     if there.len() > 1 {
-        found.push(Violation::Doubled {
-            message_id: id(),
-            times: there.len(),
-            answered: accepted.is_some(),
-        });
+        found.push(Violation::Doubled { message_id: id(), times: there.len(), answered: accepted.is_some() });
     }
     if sent.surely_refused() && !there.is_empty() {
         found.push(Violation::RefusedDelivered { message_id: id() });
@@ -186,55 +156,40 @@ fn check_message(
         let name = |a: &Accepted| format!("{} event {}", a.message_uuid, a.event_id);
         for later in answers {
             if (&later.message_uuid, later.event_id) != (&first.message_uuid, first.event_id) {
-                found.push(Violation::RepeatsDiffer {
-                    message_id: id(),
-                    first: name(first),
-                    later: name(later),
-                });
+                found.push(Violation::RepeatsDiffer { message_id: id(), first: name(first), later: name(later) });
             }
         }
         if evidence.log.complete {
             let event = evidence.log.events.get(&first.event_id);
             let right = event.is_some_and(|k| {
-                k.event == "chat-user-message"
-                    && k.data["messageUuid"] == first.message_uuid.as_str()
+                k.event == "chat-user-message" && k.data["messageUuid"] == first.message_uuid.as_str()
             });
             if !right {
-                found.push(Violation::AnswerWithoutEvent {
-                    message_id: id(),
-                    event_id: first.event_id,
-                });
+                found.push(Violation::AnswerWithoutEvent { message_id: id(), event_id: first.event_id });
             }
         }
     }
     if let Some(events) = told.filter(|events| events.len() > 1) {
         let events = events.iter().map(|(event, _)| *event).collect();
-        found.push(Violation::AcceptedTwice {
-            message_id: id(),
-            events,
-        });
+        found.push(Violation::AcceptedTwice { message_id: id(), events });
     }
 
     // The server's own name of the message: from the answer, or, for a send without one, from the bus.
-    let uuid = accepted.map(|a| a.message_uuid.as_str()).or_else(|| {
-        told.and_then(|events| events.first())
-            .map(|(_, uuid)| *uuid)
-    });
+    let uuid = accepted
+        .map(|a| a.message_uuid.as_str())
+        .or_else(|| told.and_then(|events| events.first()).map(|(_, uuid)| *uuid));
     let cleared = uuid.is_some_and(|u| bus.cleared.contains(u));
     verdict.cleared += usize::from(cleared);
 
     let Some(place) = there.first() else {
         let kept = uuid.is_some_and(|u| pending.contains_key(u)) || cleared || sent.discarded;
         if let (Some(a), false) = (accepted, kept) {
-            found.push(Violation::Lost {
-                message_id: id(),
-                uuid: a.message_uuid.clone(),
-            });
+            found.push(Violation::Lost { message_id: id(), uuid: a.message_uuid.clone() });
         }
         return;
     };
     let line = &evidence.disk.sessions[place.session].users[place.line];
-    if !without_image_numbers(&line.text).contains(&without_image_numbers(&sent.text)) {
+    if !holds_words(&line.text, &sent.text) {
         found.push(Violation::TextChanged { message_id: id() });
     }
     if let Some(a) = accepted
@@ -250,19 +205,12 @@ fn check_message(
         found.push(Violation::DeliveredUnrecorded { message_id: id() });
     }
     let Some(uuid) = uuid else { return };
-    let turns = bus
-        .turns_of
-        .get(uuid)
-        .map(Vec::as_slice)
-        .unwrap_or_default();
+    let turns = bus.turns_of.get(uuid).map(Vec::as_slice).unwrap_or_default();
     if evidence.log.complete && turns.is_empty() {
         found.push(Violation::DeliveredUndispatched { message_id: id() });
     }
     // Under our own uuid the server can know that it was recorded; an agent that keeps none leaves it in the dark.
-    let ours = line
-        .uuids
-        .iter()
-        .any(|u| u == uuid || turns.contains(&u.as_str()));
+    let ours = line.uuids.iter().any(|u| u == uuid || turns.contains(&u.as_str()));
     if ours && cleared {
         found.push(Violation::ClearedButDelivered { message_id: id() });
     }
@@ -275,42 +223,21 @@ fn check_message(
 type InOrder<'a> = (i64, (usize, usize), &'a str);
 
 /// Per session, the order of first delivery must be the order of acceptance.
-fn check_order(
-    sent: &[Sent],
-    places: &HashMap<&str, Vec<Place<'_>>>,
-    bus: &Told<'_>,
-    found: &mut Vec<Violation>,
-) {
+fn check_order(sent: &[Sent], places: &HashMap<&str, Vec<Place<'_>>>, bus: &Told<'_>, found: &mut Vec<Violation>) {
     let mut sessions: BTreeMap<&str, Vec<InOrder<'_>>> = BTreeMap::new();
     for message in sent {
-        let Some(place) = places
-            .get(message.message_id.as_str())
-            .and_then(|p| p.first())
-        else {
+        let Some(place) = places.get(message.message_id.as_str()).and_then(|p| p.first()) else {
             continue;
         };
-        let told = bus
-            .accepted
-            .get(message.message_id.as_str())
-            .and_then(|events| events.first());
-        let event = message
-            .accepted()
-            .map(|a| a.event_id)
-            .or_else(|| told.map(|(event, _)| *event));
-        let uuid = message
-            .accepted()
-            .map(|a| a.message_uuid.as_str())
-            .or_else(|| told.map(|(_, uuid)| *uuid));
+        let told = bus.accepted.get(message.message_id.as_str()).and_then(|events| events.first());
+        let event = message.accepted().map(|a| a.event_id).or_else(|| told.map(|(event, _)| *event));
+        let uuid = message.accepted().map(|a| a.message_uuid.as_str()).or_else(|| told.map(|(_, uuid)| *uuid));
         // One that had failed and was sent again by hand goes to the end of the queue.
         if uuid.is_some_and(|u| bus.failed.contains(u)) {
             continue;
         }
         if let Some(event) = event {
-            sessions.entry(place.session).or_default().push((
-                event,
-                (place.line, place.offset),
-                &message.message_id,
-            ));
+            sessions.entry(place.session).or_default().push((event, (place.line, place.offset), &message.message_id));
         }
     }
     for (session, mut messages) in sessions {
@@ -329,11 +256,7 @@ fn check_order(
 
 /// Each line must hold as many photos as its messages had.
 fn check_photos(evidence: &Evidence, found: &mut Vec<Violation>) {
-    let photos: HashMap<&str, usize> = evidence
-        .sent
-        .iter()
-        .map(|s| (s.message_id.as_str(), s.photos))
-        .collect();
+    let photos: HashMap<&str, usize> = evidence.sent.iter().map(|s| (s.message_id.as_str(), s.photos)).collect();
     for (session, transcript) in &evidence.disk.sessions {
         for line in &transcript.users {
             let members: Vec<&str> = marks(&line.text).into_iter().map(|(_, id)| id).collect();
@@ -342,11 +265,7 @@ fn check_photos(evidence: &Evidence, found: &mut Vec<Violation>) {
             }
             let sent = members.iter().map(|id| photos[id]).sum();
             if sent != line.photos {
-                found.push(Violation::PhotosChanged {
-                    session: session.clone(),
-                    sent,
-                    delivered: line.photos,
-                });
+                found.push(Violation::PhotosChanged { session: session.clone(), sent, delivered: line.photos });
             }
         }
     }
@@ -368,12 +287,7 @@ pub struct Slack {
 impl Default for Slack {
     /// Nothing but memory, of which allocators and caches with a bound keep some.
     fn default() -> Self {
-        Self {
-            threads: 0,
-            fds: 0,
-            children: 0,
-            rss_kib: 24 * 1024,
-        }
+        Self { threads: 0, fds: 0, children: 0, rss_kib: 24 * 1024 }
     }
 }
 
@@ -383,21 +297,12 @@ pub fn leaks(before: &Usage, after: &Usage, slack: Slack) -> Vec<Violation> {
     [
         ("threads", before.threads, after.threads, slack.threads),
         ("open files", before.fds, after.fds, slack.fds),
-        (
-            "child processes",
-            before.children,
-            after.children,
-            slack.children,
-        ),
+        ("child processes", before.children, after.children, slack.children),
         ("resident KiB", before.rss_kib, after.rss_kib, slack.rss_kib),
     ]
     .into_iter()
     .filter(|(_, before, after, slack)| *after > before + slack)
-    .map(|(what, before, after, _)| Violation::Leak {
-        what: what.to_owned(),
-        before,
-        after,
-    })
+    .map(|(what, before, after, _)| Violation::Leak { what: what.to_owned(), before, after })
     .collect()
 }
 

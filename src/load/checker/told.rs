@@ -37,21 +37,12 @@ impl<'a> Told<'a> {
         let mut uuids = BTreeSet::new();
         for (id, kept) in log.iter() {
             let text = |key: &str| kept.data[key].as_str().unwrap_or_default();
-            let members = || {
-                kept.data["messageUuids"]
-                    .as_array()
-                    .into_iter()
-                    .flatten()
-                    .filter_map(|v| v.as_str())
-            };
+            let members = || kept.data["messageUuids"].as_array().into_iter().flatten().filter_map(|v| v.as_str());
             match kept.event.as_str() {
                 "chat-user-message" => {
                     uuids.insert(text("messageUuid"));
                     for (_, mark) in marks(text("message")) {
-                        told.accepted
-                            .entry(mark)
-                            .or_default()
-                            .push((id, text("messageUuid")));
+                        told.accepted.entry(mark).or_default().push((id, text("messageUuid")));
                     }
                 }
                 "chat-message-dispatched" => {
@@ -75,8 +66,7 @@ impl<'a> Told<'a> {
                     let turn = told.turns.entry(text("turnId")).or_default();
                     // A turn we never dispatched is one the agent began itself: it ends once, too.
                     let first_of_its_own = turn.dispatched == 0 && turn.finals.is_empty();
-                    turn.excess |=
-                        !turn.open && !first_of_its_own && (log.complete || turn.dispatched > 0);
+                    turn.excess |= !turn.open && !first_of_its_own && (log.complete || turn.dispatched > 0);
                     turn.open = false;
                     turn.retry = will_retry;
                     if !will_retry {
@@ -112,22 +102,14 @@ impl<'a> Told<'a> {
 
     pub(super) fn check_turns(&self, settled: bool, found: &mut Vec<Violation>) {
         for (turn, uuid) in &self.unaccepted {
-            found.push(Violation::DispatchedUnaccepted {
-                turn: (*turn).to_owned(),
-                uuid: (*uuid).to_owned(),
-            });
+            found.push(Violation::DispatchedUnaccepted { turn: (*turn).to_owned(), uuid: (*uuid).to_owned() });
         }
         for (id, turn) in &self.turns {
             if turn.excess {
-                found.push(Violation::TurnEndedTwice {
-                    turn: (*id).to_owned(),
-                    events: turn.finals.clone(),
-                });
+                found.push(Violation::TurnEndedTwice { turn: (*id).to_owned(), events: turn.finals.clone() });
             }
             if settled && turn.dispatched > 0 && (turn.open || turn.retry) {
-                found.push(Violation::TurnWithoutEnd {
-                    turn: (*id).to_owned(),
-                });
+                found.push(Violation::TurnWithoutEnd { turn: (*id).to_owned() });
             }
         }
     }

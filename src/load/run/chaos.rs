@@ -29,10 +29,7 @@ impl Killer {
     pub fn finish(self) -> (u64, u64) {
         // It stops with the run; a server just being started again takes a moment.
         let _ = self.thread.join_within(Duration::from_secs(30));
-        (
-            self.servers.load(Ordering::Relaxed),
-            self.agents.load(Ordering::Relaxed),
-        )
+        (self.servers.load(Ordering::Relaxed), self.agents.load(Ordering::Relaxed))
     }
 }
 
@@ -45,33 +42,19 @@ pub fn start(world: &Arc<World>, host: &Arc<Host>) -> io::Result<Killer> {
     let thread = {
         let (world, host) = (Arc::clone(world), Arc::clone(host));
         let (servers, agents) = (Arc::clone(&servers), Arc::clone(&agents));
-        threads::spawn(
-            Name::fixed("chaos"),
-            WORK_STACK_BYTES,
-            OnPanic::Contain,
-            move || {
-                kill_until_stopped(&world, &host, &servers, &agents);
-            },
-        )?
+        threads::spawn(Name::fixed("chaos"), WORK_STACK_BYTES, OnPanic::Contain, move || {
+            kill_until_stopped(&world, &host, &servers, &agents);
+        })?
     };
-    Ok(Killer {
-        thread,
-        servers,
-        agents,
-    })
+    Ok(Killer { thread, servers, agents })
 }
 
 fn kill_until_stopped(world: &World, host: &Host, servers: &AtomicU64, agents: &AtomicU64) {
     let plan = world.scenario.chaos;
     let Some(spawned) = &host.spawned else { return };
     let mut rng = Rng::new(world.scenario.seed, LANE);
-    let mut next = |mean_s: Option<f64>| {
-        mean_s.map(|s| Instant::now() + rng.exponential(Duration::from_secs_f64(s)))
-    };
-    let (mut server_at, mut agent_at) = (
-        next(plan.kill_server_every_s),
-        next(plan.kill_agent_every_s),
-    );
+    let mut next = |mean_s: Option<f64>| mean_s.map(|s| Instant::now() + rng.exponential(Duration::from_secs_f64(s)));
+    let (mut server_at, mut agent_at) = (next(plan.kill_server_every_s), next(plan.kill_agent_every_s));
     let mut pick = Rng::new(world.scenario.seed, LANE - 1);
     while let Some(due) = [server_at, agent_at].into_iter().flatten().min() {
         world.pause(due.saturating_duration_since(Instant::now()));
@@ -94,10 +77,7 @@ fn kill_until_stopped(world: &World, host: &Host, servers: &AtomicU64, agents: &
             let live = spawned.lock().agents();
             if !live.is_empty() {
                 let victim = live[pick.below(live.len() as u64) as usize];
-                agents.fetch_add(
-                    u64::from(proc::signal(victim, Signal::KILL)),
-                    Ordering::Relaxed,
-                );
+                agents.fetch_add(u64::from(proc::signal(victim, Signal::KILL)), Ordering::Relaxed);
             }
             agent_at = next(plan.kill_agent_every_s);
         }

@@ -113,11 +113,7 @@ impl Outcome {
     /// True when no promise was broken and no more steps failed than the scenario allows.
     #[must_use]
     pub fn is_good(&self) -> bool {
-        self.verdict.violations.is_empty()
-            && self
-                .scenario
-                .errors_max
-                .is_none_or(|max| self.errors <= max)
+        self.verdict.violations.is_empty() && self.scenario.errors_max.is_none_or(|max| self.errors <= max)
     }
 }
 
@@ -184,10 +180,7 @@ pub(super) struct Host {
 
 impl Host {
     pub fn usage(&self) -> Option<Usage> {
-        u32::try_from(self.pid.load(Ordering::Acquire))
-            .ok()
-            .filter(|pid| *pid > 0)
-            .and_then(proc::usage)
+        u32::try_from(self.pid.load(Ordering::Acquire)).ok().filter(|pid| *pid > 0).and_then(proc::usage)
     }
 }
 
@@ -196,25 +189,12 @@ impl Host {
 /// # Errors
 /// When the server does not start or the scenario cannot begin; whatever happens later is in the outcome.
 pub fn run(options: RunOptions) -> io::Result<Outcome> {
-    let RunOptions {
-        scenario,
-        target,
-        chaos,
-        bearer,
-        progress,
-    } = options;
+    let RunOptions { scenario, target, chaos, bearer, progress } = options;
     allow_many_files();
     let mut notes = Vec::new();
     let (host, addr, agent_home, started_after) = match target {
-        Target::Running {
-            addr,
-            pid,
-            agent_home,
-        } => {
-            let host = Host {
-                spawned: None,
-                pid: AtomicU64::new(u64::from(pid.unwrap_or(0))),
-            };
+        Target::Running { addr, pid, agent_home } => {
+            let host = Host { spawned: None, pid: AtomicU64::new(u64::from(pid.unwrap_or(0))) };
             (host, addr, agent_home, None)
         }
         Target::Spawn(mut options) => {
@@ -229,25 +209,13 @@ pub fn run(options: RunOptions) -> io::Result<Outcome> {
             let spawned = Spawned::start(options)?;
             let (addr, after) = (spawned.addr(), spawned.started_after);
             let pid = AtomicU64::new(u64::from(spawned.pid()));
-            (
-                Host {
-                    spawned: Some(Mutex::new(spawned)),
-                    pid,
-                },
-                addr,
-                Some(home),
-                Some(after),
-            )
+            (Host { spawned: Some(Mutex::new(spawned)), pid }, addr, Some(home), Some(after))
         }
     };
     if chaos && host.spawned.is_none() {
-        return Err(io::Error::other(
-            "--chaos needs --spawn: only a server started here is killed",
-        ));
+        return Err(io::Error::other("--chaos needs --spawn: only a server started here is killed"));
     }
     let host = Arc::new(host);
-    let baseline = host.usage();
-
     let (stopper, stopped) = bounded::<()>(0);
     let has_watchers = scenario.groups.iter().any(|g| matches!(g, Group::Watch(_)));
     let names = scenario.groups.iter().map(|g| g.name().to_owned());
@@ -270,11 +238,9 @@ pub fn run(options: RunOptions) -> io::Result<Outcome> {
         faults: Mutex::new(Vec::new()),
         sessions_used: Mutex::new(Vec::new()),
     };
-    let from = if host.spawned.is_some() {
-        0
-    } else {
-        gather::head(&world)?
-    };
+    let from = if host.spawned.is_some() { 0 } else { gather::head(&world)? };
+    // What the server makes once, at the first use, is no leak.
+    let baseline = gather::warm_up(&world, &host)?;
     progress("making sessions");
     gather::make_sessions(&world)?;
     // The clock of the course starts with the clients, not with the warm-up.
@@ -287,11 +253,7 @@ pub fn run(options: RunOptions) -> io::Result<Outcome> {
     let begun = Instant::now();
     let (own_before, server_before) = (proc::usage(std::process::id()), host.usage());
     let (samples, sampler_stop, sampler) = start_sampler(&world, &host, progress)?;
-    let killer = if chaos {
-        Some(chaos::start(&world, &host)?)
-    } else {
-        None
-    };
+    let killer = if chaos { Some(chaos::start(&world, &host)?) } else { None };
     let clients = start_clients(&world)?;
 
     world.pause(Duration::from_secs_f64(world.scenario.duration_s));
@@ -304,30 +266,20 @@ pub fn run(options: RunOptions) -> io::Result<Outcome> {
     progress("settling");
     let deadline = Instant::now() + LEAVE_WITHIN + Duration::from_secs_f64(world.scenario.insist_s);
     // Disconnected: every client is done with sending, also one whose thread panicked.
-    let _ = clients
-        .done
-        .recv_timeout(deadline.saturating_duration_since(Instant::now()));
+    let _ = clients.done.recv_timeout(deadline.saturating_duration_since(Instant::now()));
     let settled = gather::settle(&world);
     if let Err(why) = &settled {
-        world
-            .faults
-            .lock()
-            .push(Violation::NotSettled { why: why.clone() });
+        world.faults.lock().push(Violation::NotSettled { why: why.clone() });
     }
     match gather::head(&world) {
         Ok(head) => world.head.store(head, Ordering::Release),
         Err(e) => {
-            world.faults.lock().push(Violation::NotSettled {
-                why: format!("no head of the bus: {e}"),
-            });
+            world.faults.lock().push(Violation::NotSettled { why: format!("no head of the bus: {e}") });
             world.head.store(0, Ordering::Release);
         }
     }
     for client in &clients.running {
-        if !client
-            .thread
-            .join_within(deadline.saturating_duration_since(Instant::now()))
-        {
+        if !client.thread.join_within(deadline.saturating_duration_since(Instant::now())) {
             let why = format!("client {} did not leave", client.name);
             world.faults.lock().push(Violation::NotSettled { why });
         }
@@ -337,24 +289,13 @@ pub fn run(options: RunOptions) -> io::Result<Outcome> {
     let own_after = proc::usage(std::process::id());
 
     progress("gathering evidence");
-    let evidence = gather::evidence(
-        &world,
-        from,
-        agent_home.as_deref(),
-        settled.is_ok(),
-        &mut notes,
-    );
+    let evidence = gather::evidence(&world, from, agent_home.as_deref(), settled.is_ok(), &mut notes);
     let mut verdict = checker::check(&evidence);
     verdict.violations.append(&mut world.faults.lock());
     if let (Some(before), false, true) = (baseline, chaos, host.spawned.is_some()) {
         progress("looking for leaks");
-        let slack = Slack {
-            rss_kib: world.scenario.rss_slack_mib * 1024,
-            ..Slack::default()
-        };
-        verdict
-            .violations
-            .append(&mut gather::leaks(&world, &host, &before, slack));
+        let slack = Slack { rss_kib: world.scenario.rss_slack_mib * 1024, ..Slack::default() };
+        verdict.violations.append(&mut gather::leaks(&world, &host, &before, slack));
     }
     verdict.violations.sort();
     verdict.violations.dedup();
@@ -367,16 +308,8 @@ pub fn run(options: RunOptions) -> io::Result<Outcome> {
     if kills.0 > 0 {
         notes.push("the server was killed: its CPU time is that of its last life".to_owned());
     }
-    let server_before = if kills.0 > 0 {
-        server_after.map(|a| Usage { cpu_ms: 0, ..a })
-    } else {
-        server_before
-    };
-    let stderr = host
-        .spawned
-        .as_ref()
-        .map(|s| s.lock().stderr())
-        .unwrap_or_default();
+    let server_before = if kills.0 > 0 { server_after.map(|a| Usage { cpu_ms: 0, ..a }) } else { server_before };
+    let stderr = host.spawned.as_ref().map(|s| s.lock().stderr()).unwrap_or_default();
     let rows = world.board.rows(span);
     Ok(Outcome {
         span,
@@ -398,10 +331,7 @@ pub fn run(options: RunOptions) -> io::Result<Outcome> {
 /// A thousand watchers are a thousand open files.
 fn allow_many_files() {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-    let wide = rustix::process::Rlimit {
-        current: limit.maximum,
-        maximum: limit.maximum,
-    };
+    let wide = rustix::process::Rlimit { current: limit.maximum, maximum: limit.maximum };
     // What the kernel refuses shows later as an error of the client that got no file.
     let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, wide);
 }
@@ -432,13 +362,8 @@ fn start_clients(world: &Arc<World>) -> io::Result<Clients> {
             Group::Script(script) => {
                 for n in 0..script.clients {
                     let delay = ramp.mul_f64(n as f64 / script.clients as f64);
-                    let person =
-                        person::Person::new(Arc::clone(world), at, script, n, busy.clone());
-                    start(
-                        "client",
-                        format!("{}-{n}", script.name),
-                        Box::new(move || person.live(delay)),
-                    )?;
+                    let person = person::Person::new(Arc::clone(world), at, script, n, busy.clone());
+                    start("client", format!("{}-{n}", script.name), Box::new(move || person.live(delay)))?;
                 }
             }
             Group::Watch(watch) => {
@@ -446,11 +371,7 @@ fn start_clients(world: &Arc<World>) -> io::Result<Clients> {
                 while first < watch.watchers {
                     let count = watch.per_thread.min(watch.watchers - first);
                     let wall = watch::Wall::new(Arc::clone(world), at, watch, first, count);
-                    start(
-                        "watch",
-                        format!("{}-{first}", watch.name),
-                        Box::new(move || wall.live()),
-                    )?;
+                    start("watch", format!("{}-{first}", watch.name), Box::new(move || wall.live()))?;
                     first += count;
                 }
             }
@@ -465,56 +386,44 @@ fn start_sampler(world: &Arc<World>, host: &Arc<Host>, progress: fn(&str)) -> io
     let samples = Arc::new(Mutex::new(Vec::new()));
     let (stop, stopped) = bounded::<()>(0);
     let (into, world, host) = (Arc::clone(&samples), Arc::clone(world), Arc::clone(host));
-    let thread = threads::spawn(
-        Name::fixed("load-sample"),
-        WORK_STACK_BYTES,
-        OnPanic::Contain,
-        move || {
-            let mut last: Option<(Instant, Usage)> = None;
-            let (mut said, mut done_before, mut delivered_before) = (Instant::now(), 0, 0);
-            while matches!(
-                stopped.recv_timeout(SAMPLE_EVERY),
-                Err(crate::sync::RecvTimeoutError::Timeout)
-            ) {
-                let usage = host.usage();
-                let now = Instant::now();
-                if let Some(usage) = usage {
-                    let cpu_percent = last.map_or(0.0, |(then, before)| {
-                        let used_ms = usage.cpu_ms.saturating_sub(before.cpu_ms) as f64;
-                        used_ms / now.duration_since(then).as_secs_f64().max(0.001) / 10.0
-                    });
-                    last = Some((now, usage));
-                    into.lock().push(Sample {
-                        at_s: world.board.elapsed().as_secs_f64(),
-                        cpu_percent,
-                        usage,
-                    });
-                }
-                let since = said.elapsed();
-                if since >= Duration::from_secs(1) {
-                    let (done, errors) = world.board.totals();
-                    let delivered = world.deliveries.load(Ordering::Relaxed);
-                    let per_s = |now: u64, then: u64| (now - then) as f64 / since.as_secs_f64();
-                    let server = last.map_or_else(String::new, |(_, u)| {
-                        let cpu = into.lock().last().map_or(0.0, |s| s.cpu_percent);
-                        format!(
-                            " | server {} MiB, {} threads, {} files, {} agents, CPU {cpu:.0} %",
-                            u.rss_kib / 1024,
-                            u.threads,
-                            u.fds,
-                            u.children
-                        )
-                    });
-                    progress(&format!(
-                        "{:5.0} s  {:.0} steps/s, {:.0} deliveries/s, {errors} errors{server}",
-                        world.board.elapsed().as_secs_f64(),
-                        per_s(done, done_before),
-                        per_s(delivered, delivered_before),
-                    ));
-                    (said, done_before, delivered_before) = (now, done, delivered);
-                }
+    let thread = threads::spawn(Name::fixed("load-sample"), WORK_STACK_BYTES, OnPanic::Contain, move || {
+        let mut last: Option<(Instant, Usage)> = None;
+        let (mut said, mut done_before, mut delivered_before) = (Instant::now(), 0, 0);
+        while matches!(stopped.recv_timeout(SAMPLE_EVERY), Err(crate::sync::RecvTimeoutError::Timeout)) {
+            let usage = host.usage();
+            let now = Instant::now();
+            if let Some(usage) = usage {
+                let cpu_percent = last.map_or(0.0, |(then, before)| {
+                    let used_ms = usage.cpu_ms.saturating_sub(before.cpu_ms) as f64;
+                    used_ms / now.duration_since(then).as_secs_f64().max(0.001) / 10.0
+                });
+                last = Some((now, usage));
+                into.lock().push(Sample { at_s: world.board.elapsed().as_secs_f64(), cpu_percent, usage });
             }
-        },
-    )?;
+            let since = said.elapsed();
+            if since >= Duration::from_secs(1) {
+                let (done, errors) = world.board.totals();
+                let delivered = world.deliveries.load(Ordering::Relaxed);
+                let per_s = |now: u64, then: u64| (now - then) as f64 / since.as_secs_f64();
+                let server = last.map_or_else(String::new, |(_, u)| {
+                    let cpu = into.lock().last().map_or(0.0, |s| s.cpu_percent);
+                    format!(
+                        " | server {} MiB, {} threads, {} files, {} agents, CPU {cpu:.0} %",
+                        u.rss_kib / 1024,
+                        u.threads,
+                        u.fds,
+                        u.children
+                    )
+                });
+                progress(&format!(
+                    "{:5.0} s  {:.0} steps/s, {:.0} deliveries/s, {errors} errors{server}",
+                    world.board.elapsed().as_secs_f64(),
+                    per_s(done, done_before),
+                    per_s(delivered, delivered_before),
+                ));
+                (said, done_before, delivered_before) = (now, done, delivered);
+            }
+        }
+    })?;
     Ok((samples, stop, thread))
 }

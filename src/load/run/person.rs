@@ -55,13 +55,7 @@ type Step<T> = Result<T, String>;
 
 impl Person {
     /// Client `n` of a group.
-    pub fn new(
-        world: Arc<World>,
-        group: usize,
-        script: &Script,
-        n: usize,
-        busy: Sender<()>,
-    ) -> Self {
+    pub fn new(world: Arc<World>, group: usize, script: &Script, n: usize, busy: Sender<()>) -> Self {
         let sessions = world.sessions.lock();
         let session = match script.session {
             SessionChoice::Shared => sessions[n % sessions.len().max(1)].clone(),
@@ -138,10 +132,7 @@ impl Person {
                 if head >= 0 && last.is_some_and(|last| last >= head) {
                     break;
                 }
-                if head >= 0
-                    && Instant::now()
-                        > *deadline.get_or_insert_with(|| Instant::now() + TAIL_WITHIN)
-                {
+                if head >= 0 && Instant::now() > *deadline.get_or_insert_with(|| Instant::now() + TAIL_WITHIN) {
                     if let Some(follower) = &mut self.follower {
                         let fault = format!("stopped at event {last:?}, the last is {head}");
                         follower.order.faults.push(fault);
@@ -155,10 +146,7 @@ impl Person {
             }
         }
         if let Some(follower) = self.follower.take() {
-            self.world
-                .subscribers
-                .lock()
-                .push((self.name.clone(), follower.order));
+            self.world.subscribers.lock().push((self.name.clone(), follower.order));
         }
         self.world.hashes.lock().append(&mut self.hashes);
     }
@@ -190,9 +178,7 @@ impl Person {
         match self.act(act) {
             Ok(true) => {
                 let late = std::mem::take(&mut self.late);
-                self.world
-                    .board
-                    .took(self.group, act.row(), measured_from.elapsed() + late);
+                self.world.board.took(self.group, act.row(), measured_from.elapsed() + late);
             }
             Ok(false) => {}
             Err(why) => {
@@ -236,9 +222,9 @@ impl Person {
                 self.history(&format!("offset={offset}&limit={limit}"))
             }
             Act::Photos { max } => self.photos(*max).map(|()| false),
-            Act::Status if self.is_named() => self
-                .get(&format!("/api/chat/status?session={}", self.session))
-                .map(|_| true),
+            Act::Status if self.is_named() => {
+                self.get(&format!("/api/chat/status?session={}", self.session)).map(|_| true)
+            }
             Act::Status => Ok(false),
             Act::Sessions => self.get("/api/chat/sessions").map(|_| true),
             Act::Interrupt => self.control("interrupt"),
@@ -276,10 +262,7 @@ impl Person {
             return Ok(false);
         }
         let body = json!({ "session": self.session });
-        let answer = self
-            .client
-            .post(&format!("/api/chat/{what}"), &body)
-            .map_err(|e| e.to_string())?;
+        let answer = self.client.post(&format!("/api/chat/{what}"), &body).map_err(|e| e.to_string())?;
         good(&answer).map(|()| true)
     }
 
@@ -289,25 +272,12 @@ impl Person {
         let message_id = format!("{}-{}-{number}", self.world.tag, self.name);
         let text = format!("{text} {}", mark(&message_id));
         if self.world.has_watchers {
-            self.world
-                .sent_at
-                .lock()
-                .insert(message_id.clone(), Instant::now());
+            self.world.sent_at.lock().insert(message_id.clone(), Instant::now());
         }
         self.last_uuid = None;
         self.last_started = Instant::now();
-        let made = photos
-            .iter()
-            .zip(1..)
-            .map(|(bytes, n)| Photo::png(n, *bytes, self.rng.next_u64()))
-            .collect();
-        self.sent.push(Sent {
-            message_id,
-            text,
-            photos: photos.len(),
-            tries: Vec::new(),
-            discarded: false,
-        });
+        let made = photos.iter().zip(1..).map(|(bytes, n)| Photo::png(n, *bytes, self.rng.next_u64())).collect();
+        self.sent.push(Sent { message_id, text, photos: photos.len(), tries: Vec::new(), discarded: false });
         made
     }
 
@@ -327,20 +297,14 @@ impl Person {
             Ok(Ok(accepted)) => {
                 if !self.is_named() {
                     self.session.clone_from(&accepted.session_id);
-                    self.world
-                        .sessions_used
-                        .lock()
-                        .push(accepted.session_id.clone());
+                    self.world.sessions_used.lock().push(accepted.session_id.clone());
                 }
                 self.last_uuid = Some(accepted.message_uuid.clone());
                 self.note(Try::Accepted(accepted));
                 Ok(())
             }
             Ok(Err(answer)) => {
-                self.note(Try::Refused {
-                    status: answer.status,
-                    code: answer.code(),
-                });
+                self.note(Try::Refused { status: answer.status, code: answer.code() });
                 good(&answer)
             }
             Err(e) => {
@@ -386,11 +350,7 @@ impl Person {
         let body = send_body(&self.session, &sent.text, Some(&sent.message_id), &photos);
         let bytes = body.to_string().len() as u64 + 200;
         // Half of the time all is written and the answer not awaited, else some part of it.
-        let keep = if self.rng.below(2) == 0 {
-            usize::MAX
-        } else {
-            self.rng.below(bytes) as usize
-        };
+        let keep = if self.rng.below(2) == 0 { usize::MAX } else { self.rng.below(bytes) as usize };
         let result = self.client.post_and_drop("/api/chat/send", &body, keep);
         self.note(Try::NoAnswer);
         result.map_err(|e| e.to_string())
@@ -433,10 +393,9 @@ impl Person {
     fn resume(&mut self) -> Step<bool> {
         let limit = self.world.answer_within();
         match &mut self.follower {
-            Some(follower) if !follower.is_connected() => follower
-                .resume(limit)
-                .map(|()| true)
-                .map_err(|e| e.to_string()),
+            Some(follower) if !follower.is_connected() => {
+                follower.resume(limit).map(|()| true).map_err(|e| e.to_string())
+            }
             Some(_) | None => Ok(false),
         }
     }
@@ -449,11 +408,7 @@ impl Person {
         let deadline = Instant::now() + limit;
         loop {
             let ended = self.over.contains(&uuid)
-                || self
-                    .dispatched
-                    .iter()
-                    .rev()
-                    .any(|(of, turn)| *of == uuid && self.over.contains(turn));
+                || self.dispatched.iter().rev().any(|(of, turn)| *of == uuid && self.over.contains(turn));
             if ended {
                 return Ok(true);
             }
@@ -464,7 +419,7 @@ impl Person {
                 return Ok(false);
             }
             let step = Instant::now() + Duration::from_millis(200);
-            if let Err(e) = self.read_frames(step.min(deadline)) {
+            if let Err(e) = self.read_frame(step.min(deadline)) {
                 log::debug!("{}: {e}", self.name);
                 let span = self.rng.between_ms(AFTER_ERROR_MS);
                 self.world.pause(span);
@@ -481,9 +436,7 @@ impl Person {
             }
             if !self.follower.as_ref().is_some_and(Follower::is_connected) {
                 self.world.pause(left);
-            } else if let Err(e) =
-                self.read_frames(until.min(Instant::now() + Duration::from_millis(200)))
-            {
+            } else if let Err(e) = self.read_frames(until.min(Instant::now() + Duration::from_millis(200))) {
                 log::debug!("{}: {e}", self.name);
             }
         }
@@ -491,36 +444,34 @@ impl Person {
 
     /// Reads frames until then; connects again when the connection is gone.
     fn read_frames(&mut self, until: Instant) -> io::Result<()> {
+        while self.read_frame(until)? && Instant::now() < until {}
+        Ok(())
+    }
+
+    /// Reads one frame; false when none came until then.
+    fn read_frame(&mut self, until: Instant) -> io::Result<bool> {
         let limit = self.world.answer_within();
+        let left = until.saturating_duration_since(Instant::now());
         let Some(follower) = &mut self.follower else {
-            std::thread::park_timeout(until.saturating_duration_since(Instant::now()));
-            return Ok(());
+            std::thread::park_timeout(left);
+            return Ok(false);
         };
         if !follower.is_connected() {
             follower.resume(limit)?;
         }
-        while let Some(frame) = follower.next(until.saturating_duration_since(Instant::now()))? {
-            take_in(
-                frame,
-                &mut self.dispatched,
-                &mut self.over,
-                &mut self.hashes,
-            );
-            if Instant::now() >= until {
-                break;
-            }
+        let frame = follower.next(left)?;
+        let came = frame.is_some();
+        if let Some(frame) = frame {
+            take_in(frame, &mut self.dispatched, &mut self.over, &mut self.hashes);
         }
-        Ok(())
+        Ok(came)
     }
 
     fn history(&mut self, window: &str) -> Step<bool> {
         if !self.is_named() {
             return Ok(false);
         }
-        let page = self.get(&format!(
-            "/api/chat/history?session={}&{window}",
-            self.session
-        ))?;
+        let page = self.get(&format!("/api/chat/history?session={}&{window}", self.session))?;
         self.take_refs(&page);
         Ok(true)
     }
@@ -541,17 +492,11 @@ impl Person {
         for _ in 0..max.min(self.refs.len()) {
             let at = self.rng.below(self.refs.len() as u64) as usize;
             let begun = Instant::now();
-            let answer = self
-                .client
-                .get(&format!("/api/session-media/{}", self.refs[at]))
-                .map_err(|e| e.to_string())?;
+            let answer =
+                self.client.get(&format!("/api/session-media/{}", self.refs[at])).map_err(|e| e.to_string())?;
             good(&answer)?;
             if !answer.body.starts_with(b"\x89PNG") {
-                return Err(format!(
-                    "photo {} is no PNG but {} bytes of something",
-                    self.refs[at],
-                    answer.body.len()
-                ));
+                return Err(format!("photo {} is no PNG but {} bytes of something", self.refs[at], answer.body.len()));
             }
             self.world.board.took(self.group, "photo", begun.elapsed());
         }
@@ -575,21 +520,13 @@ fn take_in(
     over: &mut VecDeque<String>,
     hashes: &mut Vec<(i64, u64)>,
 ) {
-    let members = || {
-        frame.data["messageUuids"]
-            .as_array()
-            .into_iter()
-            .flatten()
-            .filter_map(Value::as_str)
-    };
+    let members = || frame.data["messageUuids"].as_array().into_iter().flatten().filter_map(Value::as_str);
     match frame.event.as_str() {
         "chat-message-dispatched" => {
             dispatched.extend(members().map(|u| (u.to_owned(), frame.text("turnId").to_owned())));
         }
         "chat-complete" => over.push_back(frame.text("turnId").to_owned()),
-        "chat-turn-failed" if frame.data["willRetry"] != true => {
-            over.push_back(frame.text("turnId").to_owned())
-        }
+        "chat-turn-failed" if frame.data["willRetry"] != true => over.push_back(frame.text("turnId").to_owned()),
         "chat-queue-cleared" => over.extend(members().map(str::to_owned)),
         _ => {}
     }

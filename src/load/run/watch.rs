@@ -61,12 +61,7 @@ impl Wall {
                 stalled: n >= watch.watchers - watch.stalled,
             })
             .collect();
-        Self {
-            world,
-            group,
-            watchers,
-            known: HashMap::new(),
-        }
+        Self { world, group, watchers, known: HashMap::new() }
     }
 
     /// From arrival to departure.
@@ -75,51 +70,34 @@ impl Wall {
             self.world.board.failed(self.group, "watch", e.to_string());
         }
         let mut all = self.world.subscribers.lock();
-        all.extend(
-            self.watchers
-                .into_iter()
-                .filter(|w| !w.stalled)
-                .map(|w| (w.name, w.order)),
-        );
+        all.extend(self.watchers.into_iter().filter(|w| !w.stalled).map(|w| (w.name, w.order)));
     }
 
     fn watch(&mut self) -> io::Result<()> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let mut tail_until = None;
-        let mut ready = vec![
-            epoll::Event {
-                flags: epoll::EventFlags::empty(),
-                data: epoll::EventData::new_u64(0)
-            };
-            READY_MAX
-        ];
+        let mut ready =
+            vec![epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; READY_MAX];
         let mut pending: Vec<usize> = Vec::new();
         loop {
             self.connect_missing(&epoll);
             let head = self.world.head.load(Ordering::Acquire);
             if head >= 0 {
                 let end = *tail_until.get_or_insert_with(|| Instant::now() + TAIL_WITHIN);
-                let behind =
-                    |w: &Watcher| !w.stalled && w.order.last_id().is_none_or(|last| last < head);
+                let behind = |w: &Watcher| !w.stalled && w.order.last_id().is_none_or(|last| last < head);
                 if !self.watchers.iter().any(behind) {
                     return Ok(());
                 }
                 if Instant::now() > end {
                     for watcher in self.watchers.iter_mut().filter(|w| behind(w)) {
                         let last = watcher.order.last_id();
-                        watcher
-                            .order
-                            .faults
-                            .push(format!("stopped at event {last:?}, the last is {head}"));
+                        watcher.order.faults.push(format!("stopped at event {last:?}, the last is {head}"));
                     }
                     return Ok(());
                 }
             }
             let wait_ms = if pending.is_empty() { 100 } else { 0 };
-            let timeout = Timespec {
-                tv_sec: 0,
-                tv_nsec: wait_ms * 1_000_000,
-            };
+            let timeout = Timespec { tv_sec: 0, tv_nsec: wait_ms * 1_000_000 };
             let count = {
                 let _at = doing(Doing::WaitReady);
                 match epoll::wait(&epoll, ready.as_mut_slice(), Some(&timeout)) {
@@ -139,21 +117,17 @@ impl Wall {
             let mut latencies = Vec::new();
             let mut ages = Vec::new();
             for at in turn {
-                match self.read(at, &mut latencies, &mut ages) {
+                match self.read(&epoll, at, &mut latencies, &mut ages) {
                     Ok(true) => pending.push(at),
                     Ok(false) => {}
                     Err(why) => self.lost(at, &why),
                 }
             }
             if !latencies.is_empty() {
-                self.world
-                    .board
-                    .took_many(self.group, "send to delivery", &latencies);
+                self.world.board.took_many(self.group, "send to delivery", &latencies);
             }
             if !ages.is_empty() {
-                self.world
-                    .board
-                    .took_many(self.group, "age of event", &ages);
+                self.world.board.took_many(self.group, "age of event", &ages);
             }
         }
     }
@@ -164,9 +138,7 @@ impl Wall {
         watcher.socket = None;
         watcher.again_at = Instant::now() + AGAIN_AFTER;
         if !watcher.stalled {
-            self.world
-                .board
-                .failed(self.group, "watch", why.to_string());
+            self.world.board.failed(self.group, "watch", why.to_string());
         }
     }
 
@@ -182,13 +154,12 @@ impl Wall {
             }
             watcher.asked = watcher.order.cursor();
             let begun = Instant::now();
-            let opened = open_websocket(self.world.addr, watcher.asked.as_deref(), bearer, limit)
-                .and_then(|socket| {
-                    socket.get_ref().set_nonblocking(true)?;
-                    let data = epoll::EventData::new_u64(at as u64);
-                    epoll::add(epoll, socket.get_ref(), data, epoll::EventFlags::IN)?;
-                    Ok(socket)
-                });
+            let opened = open_websocket(self.world.addr, watcher.asked.as_deref(), bearer, limit).and_then(|socket| {
+                socket.get_ref().set_nonblocking(true)?;
+                let data = epoll::EventData::new_u64(at as u64);
+                epoll::add(epoll, socket.get_ref(), data, epoll::EventFlags::IN)?;
+                Ok(socket)
+            });
             match opened {
                 Ok(socket) => {
                     watcher.socket = Some(socket);
@@ -214,6 +185,7 @@ impl Wall {
     /// Reads some frames; true when there may be more at once.
     fn read(
         &mut self,
+        epoll: &OwnedFd,
         at: usize,
         latencies: &mut Vec<Duration>,
         ages: &mut Vec<Duration>,
@@ -225,6 +197,7 @@ impl Wall {
             };
             if watcher.stalled && watcher.order.last_id().is_some() {
                 // From now on the kernel's buffer fills, and the server is left with the rest.
+                epoll::delete(epoll, socket.get_ref())?;
                 return Ok(false);
             }
             let text = match socket.read() {
@@ -245,15 +218,8 @@ impl Wall {
             };
             let got = Instant::now();
             let frame: Envelope<'_> = serde_json::from_str(&text).map_err(io::Error::other)?;
-            let data = || {
-                frame
-                    .data
-                    .and_then(|d| serde_json::from_str(d.get()).ok())
-                    .unwrap_or(Value::Null)
-            };
-            watcher
-                .order
-                .see(frame.id, &frame.event, data, watcher.asked.as_deref());
+            let data = || frame.data.and_then(|d| serde_json::from_str(d.get()).ok()).unwrap_or(Value::Null);
+            watcher.order.see(frame.id, &frame.event, data, watcher.asked.as_deref());
             self.world.deliveries.fetch_add(1, Ordering::Relaxed);
             if let Some(age) = frame.at.as_deref().and_then(age_of) {
                 ages.push(age);
@@ -261,9 +227,7 @@ impl Wall {
             if let (Some(id), "chat-user-message") = (frame.id, frame.event.as_ref()) {
                 let sent = *self.known.entry(id).or_insert_with(|| {
                     let text = data()["message"].as_str().unwrap_or_default().to_owned();
-                    let message_id = text
-                        .rsplit_once("<#")
-                        .and_then(|(_, rest)| rest.strip_suffix("#>"));
+                    let message_id = text.rsplit_once("<#").and_then(|(_, rest)| rest.strip_suffix("#>"));
                     message_id.and_then(|m| self.world.sent_at.lock().get(m).copied())
                 });
                 // Only what was sent after this one subscribed is late for it; a replay is not.
@@ -282,8 +246,5 @@ impl Wall {
 /// How old a frame is by the wall clock; its stamp has milliseconds, so this is up to 1 ms too much.
 fn age_of(at: &str) -> Option<Duration> {
     let stamp = Duration::from_millis(u64::try_from(crate::clock::from_rfc3339(at)?).ok()?);
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .ok()?
-        .checked_sub(stamp)
+    SystemTime::now().duration_since(UNIX_EPOCH).ok()?.checked_sub(stamp)
 }
