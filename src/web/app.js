@@ -118,10 +118,11 @@ async function refresh() {
   o.reading = (async () => {
     for (let tries = 0; o === open;) {
       o.again = false;
+      const asked = performance.now();
       try {
         const answer = await api(`/api/chat/bootstrap?tail=${TAIL}${o.conv ? "&session=" + encodeURIComponent(o.conv) : ""}`);
         if (o !== open) return;
-        took(o, answer);
+        took(o, answer, asked);
         tries = 0;
         if (!o.again) return;
       } catch (e) {
@@ -143,7 +144,7 @@ async function refresh() {
   });
 }
 
-function took(o, answer) {
+function took(o, answer, asked) {
   heardUpTo(answer.cursor);
   o.error = null;
   if (answer.kind === "empty" && !answer.sessionId) {
@@ -167,7 +168,9 @@ function took(o, answer) {
       o.talk.offset += drop;
     }
     o.features = answer.features ?? o.features;
-    phase(o, answer.status ?? {});
+    // A phase heard since we asked is at least as new as the answer's.
+    const status = answer.status ?? {};
+    phase(o, o.phaseAt > asked ? { ...status, phase: undefined } : status);
     settleTurns(o);
   }
   const settled = outbox.items.filter((i) => o.ids.has(i.conv) && i.messageUuid && (i.eventId ?? 0) <= o.talk.seen);
@@ -252,6 +255,7 @@ const events = new Events({
       if (id > at.id) cursor = at.epoch ? `${at.epoch}.${id}` : String(id);
     }
     if (event === "chat-phase") {
+      heardPhases.set(data.sessionId, { phase: data.phase, at: performance.now() });
       const row = sessions.find((s) => s.sessionId === data.sessionId);
       if (row) Object.assign(row, { phase: data.phase, queued: data.queued ?? row.queued });
       else listSoon();
@@ -261,6 +265,7 @@ const events = new Events({
     if (!o || !(o.ids.has(data.sessionId) || o.ids.has(data.was))) return;
     switch (event) {
       case "chat-phase":
+        o.phaseAt = performance.now();
         if (data.phase === "idle" && o.phase === "starting") refresh(); // a start that failed says why in the status
         if (data.phase !== "streaming" && data.phase !== "stopping") o.turnId = null;
         if (data.phase === "idle" || data.phase === "ready") for (const t of o.turns.values()) t.retry = null;
@@ -326,17 +331,18 @@ function kept(o, frame) {
   draw();
 }
 
+const heardPhases = new Map(); // session -> {phase, at}: the list tells only running and busy
 let listTimer = 0;
 function listSoon() {
   listTimer ||= setTimeout(async () => {
     listTimer = 0;
+    const asked = performance.now();
     try {
       const answer = await api("/api/chat/sessions");
-      const phases = new Map(sessions.map((s) => [s.sessionId, s.phase]));
       sessions = answer.sessions.map((s) => {
-        const known = phases.get(s.sessionId);
-        const fits = known && s.running === (known === "ready" || known === "streaming") && s.busy === (known === "streaming" || known === "starting");
-        return { ...s, phase: fits ? known : s.busy ? (s.running ? "streaming" : "starting") : s.running ? "ready" : "idle" };
+        const { phase: known, at } = heardPhases.get(s.sessionId) ?? {};
+        const fits = s.running === (known === "ready" || known === "streaming") && s.busy === (known === "streaming" || known === "starting");
+        return { ...s, phase: known && (at > asked || fits) ? known : s.busy ? (s.running ? "streaming" : "starting") : s.running ? "ready" : "idle" };
       });
       drawSessions();
       drawHead();

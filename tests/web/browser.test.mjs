@@ -142,6 +142,26 @@ describe("the page", { timeout: 240_000 }, () => {
     await w.done();
   });
 
+  test("a slow answer does not undo what was heard since it was asked for", async () => {
+    const w = await tab();
+    await w.fresh();
+    await w.page.route("**/api/chat/bootstrap*", async (route) => {
+      const response = await route.fetch();
+      await sleep(900);
+      await route.fulfill({ response }).catch(() => {});
+    });
+    const seen = await sample(w.page, "token-slow");
+    await say(w.page, "token-slow {{delay_ms=300 deltas=60 delta_ms=60}}");
+    await phase(w.page, "streaming");
+    await sleep(1500);
+    assert.equal(await w.page.getAttribute("#state", "data-phase"), "streaming");
+    assert.equal(await w.page.locator("#sessions [aria-current] .dot.streaming").count(), 1);
+    await phase(w.page, "ready");
+    await until("the transcript shows it", async () => (await w.page.locator("#list .user:not(.own, .accepted, .dispatched)").count()) === 1);
+    once(seen, 1);
+    await w.done();
+  });
+
   test("stop takes the queue back and says so; interrupt ends the answer", async () => {
     const w = await tab();
     await w.fresh();
