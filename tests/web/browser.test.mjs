@@ -1,8 +1,11 @@
 // The page in a real Chromium against the real server. Run by scripts/browser-test; SHOTS=DIR keeps screenshots.
 import test, { after, before, describe } from "node:test";
 import assert from "node:assert/strict";
-import { mkdirSync, readFileSync } from "node:fs";
+import { randomBytes } from "node:crypto";
+import { mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from "node:fs";
+import { request } from "node:http";
 import { createRequire } from "node:module";
+import { tmpdir } from "node:os";
 import path from "node:path";
 import { agentLine, launch, png, quit, server, sleep, until, userLine, windowOn } from "./harness.mjs";
 
@@ -520,6 +523,38 @@ describe("the page", { timeout: 240_000 }, () => {
     assert.equal(await w.page.evaluate(() => document.activeElement.id), "more");
     await w.done();
   });
+});
+
+test("behind a token: the login link opens the page, its photos and its events", { timeout: 60_000 }, async () => {
+  const dir = mkdtempSync(path.join(tmpdir(), "beebox-token-"));
+  const file = path.join(dir, "token");
+  writeFileSync(file, randomBytes(32).toString("hex") + "\n", { mode: 0o600 });
+  const box = await server(["--token-file", file]);
+  await box.again();
+  const w = await windowOn(box.url);
+  assert.equal((await w.page.goto(box.url)).status(), 401);
+  // The owner of the box asks for a link on its own socket.
+  const link = await new Promise((resolve, reject) => {
+    const ask = request({ socketPath: path.join(box.box, ".beebox/chat.sock"), path: "/login", method: "POST", headers: { "Content-Type": "application/json", Host: "localhost" } }, (answer) => {
+      let text = "";
+      answer.on("data", (d) => (text += d)).on("end", () => resolve(JSON.parse(text).url));
+    });
+    ask.on("error", reject);
+    ask.end("{}");
+  });
+  await w.page.goto(link);
+  await w.page.waitForSelector("#welcome:not([hidden])");
+  await w.page.setInputFiles("#files", { name: "a.png", mimeType: "image/png", buffer: png(64, 48, 9) });
+  await w.page.waitForSelector("#thumbs img");
+  await say(w.page, "let in {{deltas=10 delta_ms=60}}");
+  await w.page.waitForSelector("li.live .md.growing");
+  await until("its photo shows", () => w.page.evaluate(() => document.querySelector("#list .photo img")?.naturalWidth === 64));
+  await phase(w.page, "ready");
+  assert.ok(!w.page.url().includes(link.split("#")[1]));
+  await w.context.close();
+  await box.close();
+  rmSync(dir, { recursive: true });
+  await quit();
 });
 
 test("the browser", async () => {
