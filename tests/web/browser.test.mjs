@@ -48,7 +48,7 @@ async function sample(page, token) {
   return seen;
 }
 
-describe("the page", { timeout: 240_000 }, () => {
+describe("the page", { timeout: 400_000 }, () => {
   let box;
   before(async () => {
     box = await server();
