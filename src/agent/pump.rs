@@ -191,8 +191,11 @@ impl Pump {
             return;
         }
         if let Some((turn, interrupted)) = self.due.pop_front() {
+            if let Some(end) = self.tracker.begin(turn.turn.clone()) {
+                self.emit(RunFact::TurnEnded(end));
+                return;
+            }
             self.outbox.push(content::user_line(&turn), true);
-            self.tracker.begin(turn.turn);
             if interrupted {
                 self.tracker.interrupt();
                 self.interrupt_due = Some(Instant::now() + INTERRUPT_LIMIT);

@@ -3,6 +3,8 @@
 //! Leaves timers, the durability gate and the writing of lines to `pump`. Rule a change could break: a turn of ours
 //! ends exactly once, and never by a result that answers something else.
 
+use std::collections::VecDeque;
+
 use super::TurnEnd;
 use super::wire::{AgentMessage, CommandState, Said, TurnResult};
 use crate::ids::{SessionId, TurnId};
@@ -54,6 +56,8 @@ struct Agents {
 pub struct TurnTracker {
     session: SessionId,
     reset: bool,
+    /// An init named the session: from then on another id is another conversation.
+    confirmed: bool,
     /// A message that was no refusal has come.
     spoke: bool,
     /// An init came before anything was asked. Some programs greet so; it is a turn once something follows.
@@ -61,17 +65,36 @@ pub struct TurnTracker {
     asked_once: bool,
     ours: Option<Ours>,
     agents: Option<Agents>,
+    /// Turns of ours that ended, the newest last: the process drops a repeat of one without a word.
+    answered: VecDeque<TurnId>,
 }
+
+/// Ended turns that are remembered; a repeat, should there ever be one, follows at once.
+const ANSWERED_MAX: usize = 64;
 
 impl TurnTracker {
     /// A run that has said nothing; `session` is the id it was started with.
     #[must_use]
     pub fn new(session: SessionId) -> Self {
-        Self { session, reset: false, spoke: false, greeted: false, asked_once: false, ours: None, agents: None }
+        Self {
+            session,
+            reset: false,
+            confirmed: false,
+            spoke: false,
+            greeted: false,
+            asked_once: false,
+            ours: None,
+            agents: None,
+            answered: VecDeque::new(),
+        }
     }
 
-    /// The line of `turn` is about to be written. The pump does so only while no turn runs.
-    pub fn begin(&mut self, turn: TurnId) {
+    /// The line of `turn` is about to be written. The pump does so only while no turn runs. A turn that this process
+    /// ended before is not begun: its end is returned, and the line must not be written.
+    pub fn begin(&mut self, turn: TurnId) -> Option<TurnEnd> {
+        if self.answered.contains(&turn) {
+            return Some(had_already(turn, false));
+        }
         self.asked_once = true;
         self.ours = Some(Ours {
             turn,
@@ -81,6 +104,7 @@ impl TurnTracker {
             foreign: None,
             last_assistant_uuid: None,
         });
+        None
     }
 
     /// The turn that what is said now belongs to.
@@ -130,7 +154,9 @@ impl TurnTracker {
             }
             AgentMessage::Result(result) => {
                 self.late_begin(&mut steps);
-                steps.extend(self.result(result).map(Step::Ended));
+                let end = self.result(result);
+                self.remember(end.as_ref());
+                steps.extend(end.map(Step::Ended));
             }
             AgentMessage::Lifecycle { command, state } => {
                 steps.extend(self.lifecycle(command, *state).map(Step::Ended));
@@ -146,9 +172,19 @@ impl TurnTracker {
         steps
     }
 
+    fn remember(&mut self, end: Option<&TurnEnd>) {
+        if let Some(end) = end.filter(|end| end.ours) {
+            if self.answered.len() == ANSWERED_MAX {
+                self.answered.pop_front();
+            }
+            self.answered.push_back(end.turn.clone());
+        }
+    }
+
     fn init(&mut self, session: Option<&str>, steps: &mut Vec<Step>) {
         if let Some(id) = session.and_then(|id| SessionId::parse(id).ok()) {
-            let cleared = std::mem::take(&mut self.reset);
+            // 2.1.197 clears without a word of it. An id that comes late, or with a resume, comes with the first init.
+            let cleared = std::mem::take(&mut self.reset) | std::mem::replace(&mut self.confirmed, true);
             if id != self.session {
                 self.session = id.clone();
                 steps.push(Step::SessionId { id, cleared });
@@ -224,10 +260,7 @@ impl TurnTracker {
                 Some(match ours.foreign {
                     // It was answered inside the turn that ended just before.
                     Some(foreign) => end(ours.turn, true, &foreign, ours.interrupted, ours.last_assistant_uuid),
-                    None => {
-                        let result = TurnResult { subtype: "success".to_owned(), ..TurnResult::default() };
-                        TurnEnd { had_it_already: true, ..end(ours.turn, true, &result, ours.interrupted, None) }
-                    }
+                    None => had_already(ours.turn, ours.interrupted),
                 })
             }
             CommandState::Cancelled => {
@@ -238,6 +271,12 @@ impl TurnTracker {
             CommandState::Queued | CommandState::Started | CommandState::Other => None,
         }
     }
+}
+
+/// The end of a turn that the agent held from before.
+fn had_already(turn: TurnId, interrupted: bool) -> TurnEnd {
+    let result = TurnResult { subtype: "success".to_owned(), ..TurnResult::default() };
+    TurnEnd { had_it_already: true, ..end(turn, true, &result, interrupted, None) }
 }
 
 /// What `--resume` of an unknown id says before anything else (AGENT-PROTOCOL, the table of starts).
@@ -293,7 +332,13 @@ mod tests {
         let mut out = Vec::new();
         for row in rows {
             match row {
-                Ask(id) => tracker.begin(TurnId::parse(id).unwrap()),
+                Ask(id) => {
+                    out.extend(
+                        tracker
+                            .begin(TurnId::parse(id).unwrap())
+                            .map(|e| format!("{} had it {}", e.turn, e.had_it_already)),
+                    );
+                }
                 Stop => out.push(format!("stop {}", tracker.interrupt())),
                 Hear(line) => out.extend(tracker.hear(&parse(line.as_bytes())).into_iter().map(|step| match step {
                     Step::AgentTurnBegan(_) => "agent's".to_owned(),
@@ -346,6 +391,13 @@ mod tests {
         let done = lifecycle("t", "completed");
         assert_eq!(story(&[Ask("t"), Hear(&lifecycle("t", "queued")), Hear(&done)]), ["t ended had it"]);
         assert_eq!(story(&[Ask("t"), Hear(&lifecycle("x", "completed"))]), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_repeat_in_the_same_process_is_not_written_because_it_would_be_dropped_in_silence() {
+        assert_eq!(story(&[Ask("t"), Hear(INIT), Hear(PLAIN), Ask("t"), Ask("u")]), ["t ended", "t had it true"]);
+        let gone = lifecycle("t", "cancelled");
+        assert_eq!(story(&[Ask("t"), Hear(&gone), Ask("t")]), ["t ended error interrupted"]);
     }
 
     #[test]
@@ -421,6 +473,7 @@ mod tests {
             ["t ended", "id s2 true", "u ended"]
         );
         assert_eq!(story(&[Ask("t"), Hear(other)]), ["id s2 false"]);
+        assert_eq!(story(&[Ask("t"), Hear(INIT), Hear(PLAIN), Ask("u"), Hear(other)]), ["t ended", "id s2 true"]);
     }
 
     #[test]
@@ -439,7 +492,7 @@ mod tests {
             if let AgentMessage::Lifecycle { command, state: CommandState::Started } = &message
                 && !tracker.is_busy()
             {
-                tracker.begin(TurnId::parse(command).unwrap());
+                assert_eq!(tracker.begin(TurnId::parse(command).unwrap()), None);
             }
             for step in tracker.hear(&message) {
                 match &step {

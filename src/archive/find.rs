@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::fs;
+use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -111,11 +112,13 @@ impl Finder {
 
     /// In our own folder a file is ours unless it says that it belongs to a box of the same slug.
     fn is_ours(&self, path: &Path) -> bool {
-        let Ok(meta) = fs::metadata(path) else {
-            return false;
+        let meta = match fs::metadata(path) {
+            Ok(meta) => meta,
+            Err(e) => return is_there(&e),
         };
         if !meta.is_file() {
-            return false;
+            // Something stands where the transcript should: it is there and cannot be read.
+            return true;
         }
         match self.head(path, &meta).cwd {
             Some(cwd) => self.is_box(&cwd) || !self.boxes.iter().any(|b| slug(b) == slug(&cwd)),
@@ -269,4 +272,12 @@ impl Finder {
         head.settled = true;
         Some(head)
     }
+}
+
+/// True if the failure says that something stands there: an unreadable transcript is not a missing one.
+fn is_there(e: &io::Error) -> bool {
+    !matches!(
+        e.kind(),
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::InvalidFilename
+    )
 }

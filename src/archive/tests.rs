@@ -442,13 +442,36 @@ fn a_replaced_or_shortened_file_is_read_anew() {
 fn an_unreadable_transcript_is_an_error_never_an_empty_conversation() {
     let home = home();
     fs::create_dir(home.file("s")).unwrap();
-    // A directory is no transcript at all.
-    assert!(home.archive.path_of(&id("s")).is_none());
-    assert!(
-        home.archive
-            .media(&MediaRef::parse("s/u/0").unwrap())
-            .is_err()
-    );
+    std::os::unix::fs::symlink(home.file("loop"), home.file("loop")).unwrap();
+    for session in ["s", "loop"] {
+        assert!(home.archive.path_of(&id(session)).is_some());
+        let window = Window::Page {
+            offset: 0,
+            limit: 10,
+        };
+        assert_eq!(
+            home.archive
+                .history(&id(session), window)
+                .unwrap_err()
+                .code(),
+            Code::Unreadable
+        );
+        let photo = MediaRef::parse(&format!("{session}/u/0")).unwrap();
+        assert_eq!(
+            home.archive.media(&photo).unwrap_err().code(),
+            Code::Unreadable
+        );
+        assert_eq!(
+            home.archive
+                .look_up(&id(session), &["u"])
+                .unwrap_err()
+                .code(),
+            Code::Unreadable
+        );
+        assert!(!home.archive.watch(&id(session)).has_all(&["u"]));
+    }
+    assert!(home.archive.path_of(&id("none")).is_none());
+    assert!(home.archive.list(10).is_empty());
 }
 
 #[test]
@@ -804,4 +827,93 @@ fn many_readers_of_a_growing_file_see_whole_lines_in_order() {
         }
     });
     assert_eq!(home.tail("s", 5000)["total"], 300);
+}
+
+#[test]
+fn a_record_glued_to_a_very_long_torn_line_is_shown() {
+    let home = home();
+    let words = "long words ".repeat(60_000);
+    let torn = user("t", json!(words));
+    let text = format!(
+        "{}\n{}{}\n{}\n",
+        user("u1", json!("a")),
+        &torn[..500_000],
+        user("u2", json!("b")),
+        user("u3", json!("c"))
+    );
+    home.put("s", text.as_bytes());
+    let page = home.tail("s", 10);
+    assert_eq!(
+        (uuids(&page), page["skippedLines"].as_u64()),
+        (vec!["u1", "u2", "u3"], Some(1))
+    );
+}
+
+#[test]
+fn an_index_past_its_bound_goes_sparse_and_every_page_and_photo_is_still_right() {
+    let home = home();
+    let count = 320_000_u64;
+    let mut text = String::new();
+    for n in 0..count {
+        let photo = if n % 50_000 == 7 {
+            r#"{"type":"image","source":{"data":"QUJD"}},"#
+        } else {
+            ""
+        };
+        text += &format!(
+            "{{\"type\":\"user\",\"message\":{{\"content\":[{photo}\"{n}\"]}},\"uuid\":\"u{n}\"}}\n"
+        );
+        if n % 1000 == 500 {
+            // The second of two with one id does not count.
+            text += &format!(
+                "{{\"type\":\"user\",\"message\":{{\"content\":\"double\"}},\"uuid\":\"u{n}\"}}\n"
+            );
+        }
+    }
+    home.put("s", text.as_bytes());
+    let (lines, bytes) = {
+        home.tail("s", 1);
+        home.archive.index_size(&id("s")).unwrap()
+    };
+    assert!(
+        lines == count && bytes <= crate::transcript::index::INDEX_BYTES_MAX,
+        "{lines} {bytes}"
+    );
+    for offset in [
+        0,
+        499,
+        1023,
+        99_990,
+        160_000,
+        200_501,
+        count - 300,
+        count - 3,
+    ] {
+        let page = home.page("s", offset, 7);
+        let want: Vec<String> = (offset..count.min(offset + 7))
+            .map(|n| format!("u{n}"))
+            .collect();
+        assert_eq!(
+            (
+                uuids(&page),
+                page["total"].as_u64(),
+                page["offset"].as_u64()
+            ),
+            (
+                want.iter().map(String::as_str).collect(),
+                Some(count),
+                Some(offset)
+            )
+        );
+        assert_eq!(page["hasMore"].as_bool(), Some(offset + 7 < count));
+    }
+    for n in [7, 100_007, 300_007] {
+        assert_eq!(home.bytes(&format!("s/u{n}/0")).unwrap(), b"ABC", "{n}");
+    }
+    let at = text.find("\"u50007\"").unwrap();
+    let at = text[..at].rfind('\n').unwrap() + 1;
+    // A record with an id is not found by its place.
+    assert!(home.bytes(&format!("s/at-{at}/0")).is_err());
+    assert_eq!(home.bytes("s/u8/0").unwrap_err().code(), Code::NotFound);
+    assert_eq!(home.bytes("s/nobody/0").unwrap_err().code(), Code::NotFound);
 }

@@ -85,6 +85,8 @@ pub(in crate::journal) struct Counters {
     owed: AtomicU64,
     wal_pages: AtomicU64,
     commit_us: AtomicU64,
+    checkpoints: AtomicU64,
+    checkpoint_us_max: AtomicU64,
 }
 
 /// What handles, places and the thread share.
@@ -135,6 +137,11 @@ impl Shared {
         self.count(|n| &n.commits, 1);
         self.counters.batch_max.fetch_max(records as u64, Ordering::Relaxed);
         self.counters.commit_us.store(us, Ordering::Relaxed);
+    }
+
+    fn checkpointed(&self, us: u64) {
+        self.count(|n| &n.checkpoints, 1);
+        self.counters.checkpoint_us_max.fetch_max(us, Ordering::Relaxed);
     }
 
     fn set_owed(&self, owed: usize) {
@@ -417,6 +424,8 @@ impl Journal {
             owed: get(&n.owed),
             wal_pages: get(&n.wal_pages),
             commit_us: get(&n.commit_us),
+            checkpoints: get(&n.checkpoints),
+            checkpoint_us_max: get(&n.checkpoint_us_max),
             trouble: self.shared.trouble(),
         }
     }

@@ -120,11 +120,11 @@ impl Place {
 impl Model {
     fn answer_now(&self, answer: &ClaimAnswer) -> ClaimAnswer {
         let uuid = &answer.message_uuid;
-        let state = self
-            .places
-            .iter()
-            .find_map(|p| p.state(uuid))
-            .unwrap_or({ if self.cleared.contains(uuid) { MessageState::Cleared } else { MessageState::Done } });
+        let state = self.places.iter().find_map(|p| p.state(uuid)).unwrap_or(if self.cleared.contains(uuid) {
+            MessageState::Cleared
+        } else {
+            MessageState::Done
+        });
         ClaimAnswer { state, ..answer.clone() }
     }
 }
@@ -345,7 +345,7 @@ impl Round {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, max_shrink_iters: 200, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 32, max_shrink_iters: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn every_message_is_where_the_model_says_through_restarts_and_crashes(

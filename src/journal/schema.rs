@@ -69,17 +69,24 @@ fn refuse(path: &Path, why: impl std::fmt::Display) -> Error {
     Error::internal(format!("journal {}: {why}", path.display()))
 }
 
-/// Looks at the bytes before SQLite does: a foreign file must not even get a lock beside it.
-fn look_before_opening(path: &Path) -> Result<()> {
-    let mut file = match std::fs::File::open(path) {
-        Ok(file) => file,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+/// Looks at the bytes before SQLite does: a foreign file must not even get a lock beside it. False if there is none.
+fn look_before_opening(path: &Path) -> Result<bool> {
+    let mut log = path.as_os_str().to_owned();
+    log.push("-wal");
+    let log_bytes = std::fs::metadata(&log).map_or(0, |meta| meta.len());
+    let opened = match std::fs::File::open(path) {
+        Ok(file) => Some(file),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
         Err(e) => return Err(refuse(path, e)),
     };
-    let len = file.metadata()?.len();
-    if len == 0 {
-        return Ok(());
-    }
+    let len = opened.as_ref().map_or(Ok(0), |file| file.metadata().map(|meta| meta.len()))?;
+    let Some(mut file) = opened.filter(|_| len > 0) else {
+        // SQLite would begin anew and throw the log away.
+        if log_bytes > 0 {
+            return Err(refuse(path, "is missing or empty beside its log; restore it, or delete journal.db-wal too"));
+        }
+        return Ok(false);
+    };
     let mut head = [0; 100];
     if file.read_exact(&mut head).is_err() || &head[..16] != b"SQLite format 3\0" {
         return Err(refuse(path, "is not a journal of beebox-chatd; move it away or restore a copy"));
@@ -88,35 +95,36 @@ fn look_before_opening(path: &Path) -> Result<()> {
         1 => 65_536,
         n => u64::from(n).max(1),
     };
-    let mut wal = path.as_os_str().to_owned();
-    wal.push("-wal");
-    let wal_empty = std::fs::metadata(&wal).map_or(true, |meta| meta.len() == 0);
-    // With a WAL beside it a half page at the end is what a crash in a checkpoint leaves; SQLite writes it again.
-    if wal_empty && !len.is_multiple_of(page) {
+    // With a log beside it a half page at the end is what a crash in a checkpoint leaves; SQLite writes it again.
+    if log_bytes == 0 && !len.is_multiple_of(page) {
         return Err(refuse(path, format!("is cut short at {len} bytes; restore a copy")));
     }
+    Ok(true)
+}
+
+/// An empty file that only its owner reads: it will hold what people write. SQLite gives the log the same mode.
+fn create(path: &Path) -> Result<()> {
+    use std::os::unix::fs::OpenOptionsExt as _;
+    let created = std::fs::File::options().write(true).create(true).truncate(false).mode(0o600).open(path);
+    created.map_err(|e| refuse(path, e))?;
+    // SQLite flushes the directory for the files beside the database, not for the database itself.
+    std::fs::File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()?;
     Ok(())
 }
 
 /// Opens (and creates or migrates) the journal for its one writer. Returns it with its epoch.
 pub(super) fn open_writer(path: &Path, busy: Duration, pages_max: Option<u32>) -> Result<(Connection, String)> {
-    look_before_opening(path)?;
-    let is_new = !path.exists();
-    let mut db = Connection::open_with_flags(
-        path,
-        OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_CREATE | OpenFlags::SQLITE_OPEN_NO_MUTEX,
-    )
-    .map_err(|e| refuse(path, words(&e)))?;
+    if !look_before_opening(path)? {
+        create(path)?;
+    }
+    let mut db = Connection::open_with_flags(path, OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX)
+        .map_err(|e| refuse(path, words(&e)))?;
     let epoch = prepare(&mut db, path, busy).map_err(|e| match e {
         Trouble::Sql(e) => refuse(path, words(&e)),
         Trouble::Refused(why) => refuse(path, why),
     })?;
     if let Some(pages) = pages_max {
         db.pragma_update_and_check(None, "max_page_count", pages, |_| Ok(())).map_err(|e| refuse(path, words(&e)))?;
-    }
-    if is_new {
-        // SQLite flushes the directory for the files beside the database, not for the database itself.
-        std::fs::File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()?;
     }
     Ok((db, epoch))
 }

@@ -786,3 +786,172 @@ fn a_log_cut_at_any_byte_is_a_prefix_of_the_commits() {
     }
     assert_eq!(last, 12);
 }
+
+#[test]
+fn of_sixty_four_sends_under_one_claim_one_is_recorded_and_all_hear_its_ids() {
+    let desk = Desk::new();
+    let mut places = desk.journal.reserve(64).unwrap();
+    let all: Vec<_> = (0..64)
+        .map(|_| start(|done| desk.journal.accept(acceptance("s", "once", Some("key")), places.take(1), done)))
+        .collect();
+    let outcomes: Vec<_> = all.iter().map(|hear| hear.recv_timeout(LIMIT).unwrap().unwrap()).collect();
+    assert_eq!(outcomes[0], AcceptOutcome::Recorded { event_id: 1 });
+    let message = desk.journal.pending(&sid("s")).unwrap()[0].message.clone();
+    for outcome in &outcomes[1..] {
+        let AcceptOutcome::Repeat(answer) = outcome else { panic!("{outcome:?}") };
+        assert_eq!((answer.event_id, &answer.message_uuid), (1, &message));
+        assert_eq!(answer.turn, Some(TurnId::of(&message)));
+    }
+    let stats = desk.journal.stats();
+    assert_eq!((stats.accepted, stats.repeats, stats.places), (1, 63, 0));
+}
+
+#[test]
+fn the_log_stays_bounded_while_there_is_no_idle_moment() {
+    let desk = Desk::new();
+    let text = "x".repeat(50_000);
+    let log = desk.dir.path().join("journal.db-wal");
+    let mut waiting = std::collections::VecDeque::new();
+    // About 80 MB of pages; eight are always under way, so that the journal never rests.
+    for _ in 0..800 {
+        let place = desk.place();
+        waiting.push_back(start(|done| desk.journal.accept(acceptance("s", &text, None), place, done)));
+        if waiting.len() > 8 {
+            waiting.pop_front().unwrap().recv_timeout(LIMIT).unwrap().unwrap();
+        }
+    }
+    for hear in waiting {
+        hear.recv_timeout(LIMIT).unwrap().unwrap();
+    }
+    let bytes = std::fs::metadata(log).unwrap().len();
+    assert!(bytes < 40 * 1024 * 1024, "{bytes} bytes");
+}
+
+// ---- real deaths and real limits, in a process of their own --------------------------------------------------------
+
+const CHILD_DIR: &str = "BEEBOX_TEST_JOURNAL_CHILD";
+
+/// Runs the test `name` again in a child that finds its directory in [`CHILD_DIR`]; returns what it printed.
+fn in_child(name: &str, dir: &Path, fault: &str) -> (std::process::ExitStatus, String) {
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", &format!("journal::tests::{name}"), "--nocapture", "--test-threads=1"])
+        .env(CHILD_DIR, dir)
+        .env("BEEBOX_FAULT", fault)
+        .output()
+        .unwrap();
+    (output.status, String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+#[test]
+fn a_kill_at_the_record_loses_nothing_acknowledged_and_records_nothing_twice() {
+    use std::os::unix::process::ExitStatusExt as _;
+    if let Some(dir) = std::env::var_os(CHILD_DIR) {
+        let (journal, _) =
+            Journal::open(Path::new(&dir), JournalOptions::default(), Arc::new(Heard::default())).unwrap();
+        for n in 0..20 {
+            let key = format!("key-{n}");
+            let place = journal.reserve(1).unwrap();
+            later(|done| journal.accept(acceptance("s", &n.to_string(), Some(&key)), place, done)).unwrap();
+            println!("acknowledged {n}");
+        }
+        return;
+    }
+    for (fault, recorded) in [("before_record:8", 7), ("after_record_before_answer:8", 8)] {
+        let dir = Arc::new(TempDir::new().unwrap());
+        let name = "a_kill_at_the_record_loses_nothing_acknowledged_and_records_nothing_twice";
+        let (status, said) = in_child(name, dir.path(), fault);
+        assert_eq!(status.signal(), Some(9), "{fault}: {said}");
+        assert_eq!(said.matches("acknowledged ").count(), 7, "{fault}: {said}");
+        let desk = Desk::open(dir, JournalOptions::default());
+        let texts: Vec<_> = desk.recovered.owed[0].queue.iter().map(|m| m.text.clone()).collect();
+        assert_eq!(texts, (0..recorded).map(|n| n.to_string()).collect::<Vec<_>>(), "{fault}");
+        // The client repeats what it heard no answer to.
+        let again = desk.accept(acceptance("s", "7", Some("key-7"))).unwrap();
+        assert_eq!(matches!(again, AcceptOutcome::Repeat(_)), recorded == 8, "{fault}: {again:?}");
+        assert_eq!(desk.states("s").len(), 8);
+    }
+}
+
+#[test]
+fn a_file_that_may_not_grow_refuses_and_serves_again_once_it_may() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    if let Some(dir) = std::env::var_os(CHILD_DIR) {
+        // A write over the limit is then an error and not a death.
+        signal_hook::flag::register(25 /* SIGXFSZ */, Arc::new(AtomicBool::new(false))).unwrap();
+        let options = JournalOptions { retry_ms: 5, ..JournalOptions::default() };
+        let (journal, _) = Journal::open(Path::new(&dir), options, Arc::new(Heard::default())).unwrap();
+        let accept = |text: &str| {
+            let place = journal.reserve(1)?;
+            later(|done| journal.accept(acceptance("s", text, None), place, done))
+        };
+        let maximum = getrlimit(Resource::Fsize).maximum;
+        setrlimit(Resource::Fsize, Rlimit { current: Some(400_000), maximum }).unwrap();
+        let mut recorded = 0;
+        let refused = loop {
+            match accept(&"x".repeat(5000)) {
+                Ok(_) => recorded += 1,
+                Err(e) => break e,
+            }
+            assert!(recorded < 200);
+        };
+        assert_eq!(refused.code(), Code::CannotRecord, "{refused}");
+        assert_eq!(journal.pending(&sid("s")).unwrap().len(), recorded);
+        setrlimit(Resource::Fsize, Rlimit { current: maximum, maximum }).unwrap();
+        wait_for_health(&journal);
+        accept("again").unwrap();
+        assert!(journal.shutdown(LIMIT));
+        println!("recorded {}", recorded + 1);
+        return;
+    }
+    let dir = Arc::new(TempDir::new().unwrap());
+    let name = "a_file_that_may_not_grow_refuses_and_serves_again_once_it_may";
+    let (status, said) = in_child(name, dir.path(), "");
+    assert!(status.success(), "{said}");
+    let count = Desk::open(dir, JournalOptions::default()).recovered.owed[0].queue.len();
+    assert!(said.contains(&format!("recorded {count}")), "{count}: {said}");
+}
+
+#[test]
+fn only_the_owner_reads_what_people_wrote() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let desk = Desk::new();
+    desk.say("s", "private");
+    for name in ["journal.db", "journal.db-wal", "journal.db-shm"] {
+        let mode = std::fs::metadata(desk.dir.path().join(name)).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "{name}");
+    }
+}
+
+#[test]
+fn a_log_without_its_journal_is_refused_and_kept() {
+    let desk = Desk::new();
+    desk.say("s", "only in the log");
+    let log = std::fs::read(desk.dir.path().join("journal.db-wal")).unwrap();
+    let dir = TempDir::new().unwrap();
+    std::fs::write(dir.path().join("journal.db-wal"), &log).unwrap();
+    assert!(refusal(dir.path()).contains("beside its log"));
+    std::fs::write(schema::path_in(dir.path()), b"").unwrap();
+    assert!(refusal(dir.path()).contains("beside its log"));
+    assert_eq!(std::fs::read(dir.path().join("journal.db-wal")).unwrap(), log);
+}
+
+#[test]
+fn a_reader_that_stays_in_the_log_holds_up_no_record_and_the_log_shrinks_after_it() {
+    let desk = Desk::new();
+    desk.say("s", "first");
+    let reader = desk.sql();
+    reader.execute_batch("BEGIN; SELECT count(*) FROM event").unwrap();
+    let text = "x".repeat(100_000);
+    for _ in 0..200 {
+        desk.say("s", &text);
+    }
+    // Emptied as far as the reader lets, and not once for each commit.
+    let held = desk.journal.stats();
+    assert!(held.checkpoints < 40, "{held:?}");
+    reader.execute_batch("COMMIT").unwrap();
+    let deadline = Instant::now() + LIMIT;
+    while desk.journal.stats().wal_pages > 1000 {
+        assert!(Instant::now() < deadline, "{:?}", desk.journal.stats());
+        desk.say("s", "more");
+    }
+}

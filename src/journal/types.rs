@@ -426,6 +426,10 @@ pub struct JournalStats {
     pub wal_pages: u64,
     /// The last commit, in microseconds.
     pub commit_us: u64,
+    /// How often the log was emptied.
+    pub checkpoints: u64,
+    /// The longest of these, in microseconds: what a send may have waited behind.
+    pub checkpoint_us_max: u64,
     /// Why nothing can be recorded now.
     pub trouble: Option<String>,
 }

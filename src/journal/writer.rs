@@ -42,6 +42,10 @@ const WAL_PAGES_MAX: i32 = 4096;
 const IDLE: Duration = Duration::from_millis(50);
 /// New work does not try a bad disk again sooner than this after the last try.
 const RETRY_GAP: Duration = Duration::from_millis(20);
+/// Pause after a checkpoint that failed …
+const CHECKPOINT_GAP: Duration = Duration::from_secs(2);
+/// … and after one that a reader kept from its end.
+const READER_GAP: Duration = Duration::from_millis(100);
 /// Pause between two full steps of pruning.
 const PRUNE_GAP: Duration = Duration::from_millis(20);
 /// Looks for old events between two walks over the claims.
@@ -107,8 +111,12 @@ pub(super) struct Times {
     walk: Walk,
     data_version: i64,
     wal_pages: Arc<AtomicI32>,
+    /// Pages of the log that are in the database already.
+    moved_pages: i32,
     /// The log is emptied under load from so many pages on.
     wal_pages_max: i32,
+    /// No checkpoint before, after one that failed.
+    checkpoint_at: Instant,
     closed: bool,
 }
 
@@ -124,7 +132,9 @@ impl Times {
             walk: Walk::default(),
             data_version: -1,
             wal_pages: Arc::default(),
+            moved_pages: 0,
             wal_pages_max: WAL_PAGES_MAX,
+            checkpoint_at: now,
             closed: false,
         }
     }
@@ -207,8 +217,8 @@ impl Writer {
             at(self.times.tried + Duration::from_millis(self.options.retry_ms));
         } else {
             at(self.times.prune_at);
-            if self.times.wal_pages.load(Ordering::Relaxed) >= WAL_PAGES_IDLE {
-                at(self.times.worked + IDLE);
+            if self.times.wal_pages.load(Ordering::Relaxed) - self.times.moved_pages >= WAL_PAGES_IDLE {
+                at((self.times.worked + IDLE).max(self.times.checkpoint_at));
             }
         }
         if self.shared.is_watched() {
@@ -535,7 +545,13 @@ impl Writer {
             self.look_for_foreign();
         }
         let pages = self.times.wal_pages.load(Ordering::Relaxed);
-        if pages >= self.times.wal_pages_max || (pages >= WAL_PAGES_IDLE && self.times.worked.elapsed() >= IDLE) {
+        if pages < self.times.moved_pages {
+            // The last commit began at the log's head again.
+            self.times.moved_pages = 0;
+            self.times.wal_pages_max = WAL_PAGES_MAX;
+        }
+        let idle = pages - self.times.moved_pages >= WAL_PAGES_IDLE && self.times.worked.elapsed() >= IDLE;
+        if (idle || pages >= self.times.wal_pages_max) && now >= self.times.checkpoint_at {
             self.checkpoint();
         }
         if now >= self.times.prune_at {
@@ -567,26 +583,28 @@ impl Writer {
     }
 
     fn checkpoint(&mut self) {
+        // Also without a connection: a due time that stays in the past would make the thread spin.
+        self.times.checkpoint_at = Instant::now() + CHECKPOINT_GAP;
         let Some(db) = &self.db else { return };
-        match db.wal_checkpoint_v2(None::<&str>, rusqlite::wal::CheckpointMode::PASSIVE) {
-            // All of it is in the database: the next commit starts at the log's head again.
-            Ok((log, moved)) if log == moved => {
-                self.times.wal_pages.store(0, Ordering::Relaxed);
-                self.times.wal_pages_max = WAL_PAGES_MAX;
+        let begun = Instant::now();
+        let result = db.wal_checkpoint_v2(None::<&str>, rusqlite::wal::CheckpointMode::PASSIVE);
+        self.shared.checkpointed(u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX));
+        match result {
+            // With all of it in the database the next commit starts at the log's head again, unless a reader is in the
+            // log just then; so the next checkpoint is due when a good deal was added.
+            Ok((log, moved)) => {
+                self.times.moved_pages = moved;
+                self.times.wal_pages_max = WAL_PAGES_MAX.max(log.saturating_add(WAL_PAGES_MAX / 4));
+                self.times.checkpoint_at = Instant::now() + if log == moved { Duration::ZERO } else { READER_GAP };
             }
-            // A reader still needs the rest: again in the next idle moment, or when a good deal was added.
-            Ok((log, _)) => {
-                self.times.wal_pages_max = log.saturating_add(WAL_PAGES_MAX / 4);
-                self.times.worked = Instant::now();
-            }
-            Err(e) => {
-                log::warn!("journal: checkpoint: {}", words(&e));
-                self.times.worked = Instant::now();
-            }
+            Err(e) => log::warn!("journal: checkpoint: {}", words(&e)),
         }
     }
 
     fn prune(&mut self) {
+        let mut gap = Duration::from_millis(self.options.prune_every_ms);
+        // Also without a connection: a due time that stays in the past would make the thread spin.
+        self.times.prune_at = Instant::now() + gap;
         let Some(db) = &self.db else { return };
         let now = now_ms();
         if !self.times.walk.is_under_way() {
@@ -596,7 +614,6 @@ impl Writer {
             self.times.prunes += 1;
         }
         let due = self.times.walk.is_under_way() || prune::events_due(db, &self.options, now).unwrap_or(false);
-        let mut gap = Duration::from_millis(self.options.prune_every_ms);
         if due {
             let result = self.transaction(|this, db| {
                 let mut walk = this.times.walk.clone();

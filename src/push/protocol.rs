@@ -186,7 +186,8 @@ fn cursor_of(text: &str) -> Option<Cursor> {
     struct Seek {
         after: After,
     }
-    if text.len() > CURSOR_TEXT_BYTES_MAX {
+    // serde would read a struct from an array as well.
+    if text.len() > CURSOR_TEXT_BYTES_MAX || !text.trim_start().starts_with('{') {
         return None;
     }
     match serde_json::from_str::<Seek>(text).ok()?.after {
@@ -195,5 +196,65 @@ fn cursor_of(text: &str) -> Option<Cursor> {
             id: i64::try_from(id).ok()?,
         }),
         After::Text(text) => parse_cursor(&text).ok(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cursor_is_a_number_or_a_text_and_nothing_else() {
+        let cursor = |epoch: Option<&str>, id| {
+            Some(Cursor {
+                epoch: epoch.map(str::to_owned),
+                id,
+            })
+        };
+        let table = [
+            (r#"{"after":0}"#, cursor(None, 0)),
+            (r#" { "after" : 12 , "more" : [] } "#, cursor(None, 12)),
+            (r#"{"after":"12"}"#, cursor(None, 12)),
+            (r#"{"after":"e-1.12"}"#, cursor(Some("e-1"), 12)),
+            (r#"{"after":-1}"#, None),
+            (r#"{"after":1e3}"#, None),
+            (r#"{"after":null}"#, None),
+            (r#"{"after":1} x"#, None),
+            (r#"{}"#, None),
+            ("[1]", None),
+            ("", None),
+        ];
+        for (text, wanted) in table {
+            assert_eq!(cursor_of(text), wanted, "{text}");
+        }
+        assert_eq!(
+            cursor_of(&format!("{{\"after\":1}}{}", " ".repeat(300))),
+            None
+        );
+    }
+
+    #[test]
+    fn any_bytes_in_any_pieces_end_in_a_value_and_never_in_a_larger_reply() {
+        use proptest::prelude::*;
+        let piece = proptest::collection::vec(any::<u8>(), 0..40);
+        // Half of the first bytes look like a frame, so that more than the header is reached.
+        let head = (0x80u8..0x90, 0x80u8..0xff).prop_map(|(a, b)| vec![a, b, 1, 2, 3, 4]);
+        let pieces = proptest::collection::vec(prop_oneof![piece, head], 0..20);
+        proptest!(|(pieces in pieces)| {
+            let mut protocol = Protocol::new(64 * 1024);
+            let mut replies = Vec::new();
+            let mut fed = 0;
+            'all: for piece in &pieces {
+                fed += piece.len();
+                let mut input = &piece[..];
+                while let Some(said) = protocol.next(&mut input, &mut replies) {
+                    if matches!(said, Inbound::Closing | Inbound::Fail(..)) {
+                        break 'all;
+                    }
+                }
+                prop_assert!(input.is_empty());
+            }
+            prop_assert!(replies.len() <= fed + 32);
+        });
     }
 }

@@ -29,6 +29,8 @@ const EVENTS_MAX: usize = 256;
 const READ_BYTES_MAX: usize = 16 * 1024;
 /// New frames handed out at once, before sockets are looked at again.
 const LIVE_FRAMES_MAX: usize = 256;
+/// Bytes of frames handed out at once: they are copied into one piece for all.
+const LIVE_BYTES_MAX: usize = 256 * 1024;
 
 /// Wakes the reactor from any thread, with one write however many ask.
 pub(super) struct Waker {
@@ -104,15 +106,7 @@ impl Reactor {
             clients: 0,
             closing: Vec::new(),
             handed,
-            live: LiveFrames {
-                start: 0,
-                frames: Vec::new(),
-                first_kept: 0,
-                last_kept: 0,
-                dense: true,
-                joined_ws: Vec::new(),
-                joined_sse: Vec::new(),
-            },
+            live: LiveFrames::default(),
             taken: Vec::new(),
             started: Instant::now(),
             now_ms: 0,
@@ -199,34 +193,25 @@ impl Reactor {
 
     fn tick_ms(&self) -> u64 {
         let limits = &self.shared.limits;
-        // A quarter: a ping is at most so much late, and the pings of many clients do not all fall on one moment.
+        // A quarter: a ping is at most so much late.
         (limits.ping_every_ms.min(limits.stall_ms) / 4).max(5)
     }
 
     /// Gives every frame that is new to every client that waits for it.
     fn hand_out(&mut self) {
         self.live.frames.clear();
-        let start = self
-            .shared
-            .bus
-            .tail(self.handed, LIVE_FRAMES_MAX, &mut self.live.frames);
+        let start = self.shared.bus.tail(
+            self.handed,
+            LIVE_FRAMES_MAX,
+            LIVE_BYTES_MAX,
+            &mut self.live.frames,
+        );
         if self.live.frames.is_empty() {
             return;
         }
         self.handed = start + self.live.frames.len() as u64;
         self.live.set(start);
-        let mut live = std::mem::replace(
-            &mut self.live,
-            LiveFrames {
-                start: 0,
-                frames: Vec::new(),
-                first_kept: 0,
-                last_kept: 0,
-                dense: true,
-                joined_ws: Vec::new(),
-                joined_sse: Vec::new(),
-            },
-        );
+        let mut live = std::mem::take(&mut self.live);
         for at in 0..self.slots.len() {
             self.with(at, |client, round| client.live(&mut live, round));
         }

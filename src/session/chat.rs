@@ -146,7 +146,12 @@ pub fn label_of(text: &str) -> Option<String> {
 }
 
 /// Records a message in the conversation's queue. The heart of the promise: returns `Accepted` only after the commit.
-pub(super) fn accept(session: &Arc<Session>, draft: Draft, claim: Option<Claim>, thread: Option<String>) -> Result<Sent> {
+pub(super) fn accept(
+    session: &Arc<Session>,
+    draft: Draft,
+    claim: Option<Claim>,
+    thread: Option<String>,
+) -> Result<Sent> {
     let place = session.reserve(1)?;
     let message = Arc::new(Message {
         uuid: MessageUuid::fresh(),
@@ -220,10 +225,9 @@ pub(super) fn accept(session: &Arc<Session>, draft: Draft, claim: Option<Claim>,
             Ok(Sent::Accepted { session: session_id, message: message.uuid.clone(), event: event_id, turn })
         }
         Ok(Ok(AcceptOutcome::Repeat(answer))) => Ok(Sent::Repeat(answer)),
-        Ok(Ok(AcceptOutcome::Conflict)) => Err(claim.as_ref().map_or_else(
-            || Error::internal("a message without a messageId met a claim"),
-            conflict,
-        )),
+        Ok(Ok(AcceptOutcome::Conflict)) => {
+            Err(claim.as_ref().map_or_else(|| Error::internal("a message without a messageId met a claim"), conflict))
+        }
         Ok(Err(e)) => Err(e),
         Err(_) => Err(Error::new(
             Code::CannotRecord,

@@ -68,6 +68,8 @@ pub struct State {
     pub said: String,
     /// What a thread's agent is told in front of its first message.
     pub preamble: Option<String>,
+    /// Records of a thread's session that were committed, so that who waits for an answer looks again.
+    pub commits: u64,
     /// Finds a thread's responses in the turn in flight.
     pub responses: Responses,
     /// Those found so far.
@@ -89,6 +91,7 @@ pub struct Session {
     pub context: Arc<Context>,
     /// Which door it belongs to.
     pub kind: Kind,
+    me: Weak<Session>,
     /// The lock called `state` in the table of `lib.rs`.
     state: Mutex<State>,
     /// Waiters for the end of a turn; notified after every fact.
@@ -119,9 +122,10 @@ impl Session {
         machine: Machine<Run>,
         features: Features,
     ) -> Arc<Self> {
-        Arc::new(Self {
+        Arc::new_cyclic(|me| Self {
             context,
             kind,
+            me: me.clone(),
             state: Mutex::new(State {
                 machine,
                 id: row.session.clone(),
@@ -135,6 +139,7 @@ impl Session {
                 pins: 0,
                 said: String::new(),
                 preamble: None,
+                commits: 0,
                 responses: Responses::default(),
                 given: Vec::new(),
                 start_error: None,
@@ -262,10 +267,9 @@ impl Session {
         }
         state.phase_told = now;
         // Inside the lock, so that phases are told in their order; listeners of ours would want the lock.
-        self.context.bus.publish_unheard(
-            "chat-phase",
-            &json!({"sessionId": state.id, "phase": now.0.word(), "queued": now.1}),
-        );
+        self.context
+            .bus
+            .publish_unheard("chat-phase", &json!({"sessionId": state.id, "phase": now.0.word(), "queued": now.1}));
     }
 
     /// One effect; inside the lock, so nothing here may block. Returns a fact that follows at once.
@@ -291,7 +295,9 @@ impl Session {
             }
             Effect::AskInterrupt(run) => run.interrupt(),
             Effect::Close(run) => run.close(),
-            Effect::MarkStopped(turn) => self.owe(state, Unit { changes: vec![Change::Stopped { turn }], events: vec![] }),
+            Effect::MarkStopped(turn) => {
+                self.owe(state, Unit { changes: vec![Change::Stopped { turn }], events: vec![] })
+            }
             Effect::LookUp { turn, members } => {
                 late.push(Late::LookUp(turn, members.iter().map(|m| m.uuid.clone()).collect()));
             }
@@ -327,7 +333,11 @@ impl Session {
                 self.owe(state, Unit { changes, events });
             }
             Effect::StartFailed { error, will_retry } => {
-                log::warn!("session {}: start failed: {error}{}", state.id, if will_retry { "; will retry" } else { "" });
+                log::warn!(
+                    "session {}: start failed: {error}{}",
+                    state.id,
+                    if will_retry { "; will retry" } else { "" }
+                );
                 let waiting = state.machine.waiting();
                 if let Some(first) = waiting.first() {
                     let event = failed_event(&state.id, &TurnId::of(first), &waiting, &error, will_retry);
@@ -375,12 +385,17 @@ impl Session {
         match spare.map_or_else(|| self.context.journal.reserve_for_outcome(1), Ok) {
             Ok(place) => {
                 let id = state.id.clone();
+                let waited_for = (self.kind != Kind::Chat).then(|| self.me.clone());
                 self.context.journal.owe(
                     unit,
                     place,
                     Box::new(move |done| {
                         if let Err(e) = done {
                             log::error!("session {id}: a record was given up: {e}");
+                        }
+                        if let Some(session) = waited_for.and_then(|me| me.upgrade()) {
+                            session.state.lock().commits += 1;
+                            session.changed.notify_all();
                         }
                     }),
                 );
@@ -433,14 +448,7 @@ impl Session {
         None
     }
 
-    fn record_end(
-        &self,
-        state: &mut State,
-        turn: TurnId,
-        members: &[Arc<Message>],
-        how: EndHow,
-        late: &mut Vec<Late>,
-    ) {
+    fn record_end(&self, state: &mut State, turn: TurnId, members: &[Arc<Message>], how: EndHow, late: &mut Vec<Late>) {
         let uuids: Vec<_> = members.iter().map(|m| m.uuid.clone()).collect();
         let id = state.id.clone();
         let done = |outcome: &str| Change::Done { turn: turn.clone(), outcome: outcome.into() };

@@ -155,10 +155,7 @@ mod tests {
     fn the_snapshot_never_hides_a_slash_command() {
         let mut features = Features::default();
         features.set("prose", "off").unwrap();
-        assert_eq!(
-            with_snapshot(&features, "hello", true),
-            "<chat-app narration=\"off\" prose=\"off\" />\nhello"
-        );
+        assert_eq!(with_snapshot(&features, "hello", true), "<chat-app narration=\"off\" prose=\"off\" />\nhello");
         assert_eq!(with_snapshot(&features, " /clear", true), " /clear");
         assert!(with_snapshot(&features, "/a\n\nb", false).starts_with("<chat-app "));
     }

@@ -73,7 +73,7 @@ impl RunListener for Listener {
     fn prepare(&self, _run: RunNo) -> Result<()> {
         let context = &self.session.context;
         let id = self.session.id();
-        context.leftovers.end(&context.config.box_dir, &id);
+        context.leftovers.wait_until_swept();
         let path = context.config.state_dir().join(format!("chat-active-{id}"));
         match std::fs::write(&path, format!("{}\n", std::process::id())) {
             Ok(()) => *self.active_file.lock() = Some(path),
@@ -146,10 +146,7 @@ impl RunListener for Listener {
                 if count == 1 {
                     log::warn!("session {id}: the agent sent a message of unknown type {kind}");
                 }
-                session
-                    .context
-                    .bus
-                    .publish("unknown-message", &json!({"sessionId": id, "type": kind, "count": count}));
+                session.context.bus.publish("unknown-message", &json!({"sessionId": id, "type": kind, "count": count}));
             }
             RunFact::TurnEnded(end) => session.apply_end(run, end),
             RunFact::InterruptTimedOut => {

@@ -175,7 +175,10 @@ impl Pool {
     fn busy(&self) -> Error {
         Error::new(
             Code::Busy,
-            format!("the turn of another thread did not end within {} s; nothing was changed", self.wait_limit.as_secs()),
+            format!(
+                "the turn of another thread did not end within {} s; nothing was changed",
+                self.wait_limit.as_secs()
+            ),
         )
     }
 
@@ -306,15 +309,16 @@ impl Pool {
 fn wait_for_answer(session: &Arc<Session>, message: &MessageUuid) -> Result<Answer> {
     let journal = &session.context.journal;
     loop {
+        let commits = session.state().commits;
         if let Some(kept) = journal.thread_answer(message)? {
             let responses = serde_json::from_str(&kept.responses_json).unwrap_or_default();
             return Ok(Answer { responses, success: kept.success, session_id: session.id() });
         }
-        let mut state = session.state();
         let _at = doing(Doing::WaitTurn);
-        // Woken by every fact; the slice covers an answer that was committed between the look and the wait.
-        let slice = Instant::now() + Duration::from_millis(500);
-        session.changed().wait_until(&mut state, slice);
+        let mut state = session.state();
+        while state.commits == commits {
+            session.changed().wait(&mut state);
+        }
     }
 }
 

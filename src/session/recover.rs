@@ -1,54 +1,57 @@
-//! What a dead server left behind: agents that still run, turns whose fate only the transcript knows.
-//! Leaves killing to `agent::command`, reading to `archive`. Rule a change could break: an old agent is gone before its
-//! session's transcript is searched or its conversation resumed.
+//! What a dead server left behind: agents that still run. Leaves killing to `agent::command`, owed turns to `registry`.
+//! Rule a change could break: every old agent of the box is gone before a transcript is searched for an owed turn or a
+//! conversation is resumed.
 
-use std::collections::HashMap;
 use std::path::Path;
 
 use crate::ids::SessionId;
-use crate::sync::Mutex;
+use crate::sync::{Condvar, Mutex};
 
 /// Value of the environment mark of an agent: box and session, so that a crash before the record still leaves a trace.
 #[must_use]
 pub fn mark(box_dir: &Path, session: &SessionId) -> String {
-    format!("{}#{session}", box_dir.display())
+    format!("{}{session}", box_mark(box_dir))
 }
 
-/// Agents that the journal knew as running when the server started, by session: pid and start time.
-#[derive(Default)]
+/// What the marks of all agents of a box begin with.
+fn box_mark(box_dir: &Path) -> String {
+    format!("{}:", box_dir.display())
+}
+
+/// Agents of an older server, until they are swept out.
 pub struct Leftovers {
-    known: Mutex<HashMap<SessionId, (u32, u64)>>,
-    /// No agent of an older server can be left for these.
-    clean: Mutex<std::collections::HashSet<SessionId>>,
+    known: Vec<(SessionId, u32, u64)>,
+    swept: Mutex<bool>,
+    done: Condvar,
 }
 
 impl Leftovers {
-    /// As the journal recorded them.
+    /// Session, pid and start time, as the journal recorded them.
     #[must_use]
-    pub fn new(agents: Vec<(SessionId, u32, u64)>) -> Self {
-        Self {
-            known: Mutex::new(agents.into_iter().map(|(s, pid, start)| (s, (pid, start))).collect()),
-            clean: Mutex::default(),
-        }
+    pub fn new(known: Vec<(SessionId, u32, u64)>) -> Self {
+        Self { known, swept: Mutex::new(false), done: Condvar::new() }
     }
 
-    /// Sessions with a recorded agent.
-    #[must_use]
-    pub fn sessions(&self) -> Vec<SessionId> {
-        self.known.lock().keys().cloned().collect()
-    }
-
-    /// Ends what an older server left running of this session; waits until it is gone, within the limits of `agent`.
-    /// Looks at /proc once for each session in the life of a server: later agents are our own children.
-    pub fn end(&self, box_dir: &Path, session: &SessionId) {
-        if self.clean.lock().contains(session) {
-            return;
+    /// Ends what an older server left running in this box, recorded or not; returns the sessions of recorded ones. Once,
+    /// before anything else is resumed. Takes some 7 s for each agent that ignores SIGTERM.
+    pub fn sweep(&self, box_dir: &Path) -> Vec<SessionId> {
+        let mut ended = crate::agent::end_leftovers(&box_mark(box_dir), None);
+        for (_, pid, start_time) in &self.known {
+            ended += crate::agent::end_leftovers("", Some((*pid, *start_time)));
         }
-        let known = self.known.lock().remove(session);
-        let ended = crate::agent::command::end_leftovers(&mark(box_dir, session), known);
         if ended > 0 {
-            log::warn!("session {session}: ended {ended} agent(s) that an older server left running");
+            log::warn!("ended {ended} agent(s) that an older server left running");
         }
-        self.clean.lock().insert(session.clone());
+        *self.swept.lock() = true;
+        self.done.notify_all();
+        self.known.iter().map(|(session, _, _)| session.clone()).collect()
+    }
+
+    /// Waits until the sweep is over.
+    pub fn wait_until_swept(&self) {
+        let mut swept = self.swept.lock();
+        while !*swept {
+            self.done.wait(&mut swept);
+        }
     }
 }

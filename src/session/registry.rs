@@ -17,8 +17,8 @@ use crate::clock::{self, UnixMs};
 use crate::error::{Code, Error, Result};
 use crate::ids::{MessageUuid, SessionId, TurnId};
 use crate::journal::{Change, KeptEvent, Recovered, SessionRow, Unit};
-use crate::lifecycle::machine::{Fact, Machine, OwedTurn};
 use crate::lifecycle::PhaseKind;
+use crate::lifecycle::machine::{Fact, Machine, OwedTurn};
 use crate::sync::{Condvar, Mutex, Sender, unbounded};
 use crate::threads::{self, Doing, Name, OnPanic, Thread, doing};
 
@@ -49,9 +49,9 @@ impl Word {
         match text {
             "new" => Ok(Word::New),
             "main" => Ok(Word::Main),
-            id => SessionId::parse(id)
-                .map(Word::Id)
-                .map_err(|_| Error::new(Code::BadField, "session is \"new\", \"main\" or an id of 1 to 64 A-Z a-z 0-9 _ -")),
+            id => SessionId::parse(id).map(Word::Id).map_err(|_| {
+                Error::new(Code::BadField, "session is \"new\", \"main\" or an id of 1 to 64 A-Z a-z 0-9 _ -")
+            }),
         }
     }
 }
@@ -186,6 +186,7 @@ impl Registry {
             threads::WORK_STACK_BYTES,
             OnPanic::EndProcess,
             move || {
+                sweep_leftovers(&context);
                 loop {
                     let job = {
                         let _at = doing(Doing::WaitWork);
@@ -197,10 +198,14 @@ impl Registry {
             },
         )?;
         let weak = Arc::downgrade(&registry);
-        let sweep =
-            threads::spawn(const { Name::fixed("sweep") }, threads::SMALL_STACK_BYTES, OnPanic::EndProcess, move || {
+        let sweep = threads::spawn(
+            const { Name::fixed("sweep") },
+            threads::SMALL_STACK_BYTES,
+            OnPanic::EndProcess,
+            move || {
                 sweep(&weak);
-            })?;
+            },
+        )?;
         registry.threads.lock().extend([recover, sweep]);
         Ok(registry)
     }
@@ -403,9 +408,8 @@ impl Registry {
             rows.insert(canonical.clone(), listed(canonical, file.label, file.last_used_ms));
         }
         for row in map.known.values().filter(|r| r.thread.is_none()) {
-            let entry = rows
-                .entry(row.session.clone())
-                .or_insert_with(|| listed(row.session.clone(), None, row.last_used_ms));
+            let entry =
+                rows.entry(row.session.clone()).or_insert_with(|| listed(row.session.clone(), None, row.last_used_ms));
             if row.label.is_some() {
                 entry.label.clone_from(&row.label);
             }
@@ -582,10 +586,10 @@ impl Registry {
 
     /// Reports [`Fact::RetryDue`] to the session after `ms` milliseconds.
     pub fn retry_in(&self, session: &Arc<Session>, ms: u64) {
-        self.clock.lock().timers.push(Timer {
-            at: Instant::now() + Duration::from_millis(ms),
-            session: Arc::downgrade(session),
-        });
+        self.clock
+            .lock()
+            .timers
+            .push(Timer { at: Instant::now() + Duration::from_millis(ms), session: Arc::downgrade(session) });
         self.clock_changed.notify_all();
     }
 
@@ -716,11 +720,7 @@ fn tell_failed(context: &Context, session: &SessionId, messages: Vec<MessageUuid
     };
     let mut changes: Vec<_> = messages
         .iter()
-        .map(|message| Change::ThreadAnswer {
-            message: message.clone(),
-            responses_json: "[]".into(),
-            success: false,
-        })
+        .map(|message| Change::ThreadAnswer { message: message.clone(), responses_json: "[]".into(), success: false })
         .collect();
     changes.push(Change::Clear { messages, why: error.into() });
     match context.journal.reserve_for_outcome(1) {
@@ -741,10 +741,19 @@ fn wait_until_idle(all: &[Arc<Session>], deadline: Instant) -> bool {
     })
 }
 
+fn sweep_leftovers(context: &Context) {
+    let gone = context.leftovers.sweep(&context.config.box_dir);
+    if gone.is_empty() {
+        return;
+    }
+    let changes = gone.into_iter().map(|session| Change::AgentGone { session }).collect();
+    if let Ok(place) = context.journal.reserve_for_outcome(1) {
+        context.journal.owe(Unit { changes, events: vec![] }, place, Box::new(|_| ()));
+    }
+}
+
 fn look_up(job: &LookUp) {
-    let context = &job.session.context;
     let id = job.session.id();
-    context.leftovers.end(&context.config.box_dir, &id);
     let ids: Vec<&str> =
         std::iter::once(job.turn.as_str()).chain(job.messages.iter().map(MessageUuid::as_str)).collect();
     let seen = {
@@ -781,7 +790,12 @@ fn sweep(registry: &Weak<Registry>) {
     }
 }
 
-fn make(context: &Arc<Context>, row: &SessionRow, machine: Machine<crate::agent::Run>, features: Option<&String>) -> Arc<Session> {
+fn make(
+    context: &Arc<Context>,
+    row: &SessionRow,
+    machine: Machine<crate::agent::Run>,
+    features: Option<&String>,
+) -> Arc<Session> {
     let kind = row.thread.clone().map_or(Kind::Chat, Kind::Thread);
     let features = features.map(|json| Features::from_json(json)).unwrap_or_default();
     // Whether a transcript is there is looked at before each start; this says whether one must be.
@@ -790,14 +804,7 @@ fn make(context: &Arc<Context>, row: &SessionRow, machine: Machine<crate::agent:
 
 fn fresh_row(session: &SessionId, thread: Option<String>) -> SessionRow {
     let now = clock::now_ms();
-    SessionRow {
-        session: session.clone(),
-        thread,
-        created_ms: now,
-        last_used_ms: now,
-        label: None,
-        resumable: false,
-    }
+    SessionRow { session: session.clone(), thread, created_ms: now, last_used_ms: now, label: None, resumable: false }
 }
 
 /// The row that the journal keeps of a conversation.
@@ -816,14 +823,7 @@ pub(super) fn row_of(kind: &Kind, state: &super::engine::State) -> SessionRow {
 }
 
 fn listed(session_id: SessionId, label: Option<String>, last_used_ms: UnixMs) -> Listed {
-    Listed {
-        session_id,
-        label,
-        last_used_at: clock::rfc3339(last_used_ms),
-        running: false,
-        busy: false,
-        queued: 0,
-    }
+    Listed { session_id, label, last_used_at: clock::rfc3339(last_used_ms), running: false, busy: false, queued: 0 }
 }
 
 fn read_main(context: &Context) -> Option<SessionId> {

@@ -317,7 +317,12 @@ impl Scanner {
                     self.at -= n as u64;
                 }
             }
-            State::Strip { .. } => self.strip.feed(piece),
+            State::Strip { tail } => {
+                self.strip.feed(piece);
+                if self.strip.is_over() && !tail {
+                    self.look_for_glue(piece);
+                }
+            }
             State::Dropped { before, end } => self.pass_other(piece, Some(before), end),
         }
     }
@@ -334,6 +339,19 @@ impl Scanner {
         }
         self.at = at;
         self.head = head;
+    }
+
+    /// A line that is too long is not parsed, so a record glued to it is looked for here: no `{"` stands inside a text,
+    /// and outside of one it follows a colon, a comma or a bracket.
+    fn look_for_glue(&mut self, piece: &[u8]) {
+        let glued = self
+            .glue
+            .find_iter(piece)
+            .find(|&n| n > 0 && !may_precede_value(piece[n - 1]));
+        if let Some(n) = glued {
+            self.begin_strip(self.at + n as u64, true);
+            self.strip.feed(&piece[n..]);
+        }
     }
 
     fn begin_strip(&mut self, at: u64, tail: bool) {

@@ -190,6 +190,12 @@ impl Strip {
         self.fed + u64::from(self.carry)
     }
 
+    /// True once the line is too long to be held.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.sniff.is_some()
+    }
+
     /// The next bytes of the line.
     pub fn feed(&mut self, mut piece: &[u8]) {
         while self.carry {

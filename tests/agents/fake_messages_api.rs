@@ -188,8 +188,8 @@ fn choose(request: &Value) -> (Step, String) {
         .find_map(|(at, message)| {
             texts(message)
                 .into_iter()
-                .filter_map(|text| Some((at, text, scenario_in(text)?)))
-                .last()
+                .rev()
+                .find_map(|text| Some((at, text, scenario_in(text)?)))
         });
     if let Some((at, text, scenario)) = found
         && (!side || scenario.any)
@@ -456,8 +456,11 @@ impl Connection {
     }
 
     fn whole(&mut self, request: &Value, step: &Step) -> io::Result<()> {
-        while step.hang {
-            pause(3600.0);
+        if step.hang {
+            // Until the client leaves.
+            let mut rest = Vec::new();
+            self.to.read_to_end(&mut rest)?;
+            return Ok(());
         }
         let content = step.blocks.iter().map(Block::content).collect();
         let message = self.message(request, content, json!(step.stop_reason()), 20);
@@ -503,9 +506,12 @@ impl Connection {
                         "cut by the scenario",
                     ));
                 }
-                while step.hang {
-                    pause(step.ping.unwrap_or(2.0));
-                    self.event(&json!({"type": "ping"}))?;
+                if step.hang {
+                    // Until a ping finds the client gone.
+                    loop {
+                        pause(step.ping.unwrap_or(2.0));
+                        self.event(&json!({"type": "ping"}))?;
+                    }
                 }
             }
             if let Some(signature) = signature {

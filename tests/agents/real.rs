@@ -24,6 +24,7 @@ struct Words {
     thought_and_tool: String,
     slow: String,
     slow_tool: String,
+    background: String,
     error: String,
 }
 
@@ -32,6 +33,7 @@ fn embedded_words() -> Words {
         thought_and_tool: "tool {{think tool}}".to_owned(),
         slow: "slow {{deltas=40 delta_ms=50 size=400}}".to_owned(),
         slow_tool: "tool {{tool tool_ms=1500}}".to_owned(),
+        background: "background {{bg_ms=500}}".to_owned(),
         error: "error {{error}}".to_owned(),
     }
 }
@@ -45,6 +47,9 @@ fn real_words() -> Words {
             json!([{"blocks": [{"text": "slow answer ".repeat(40), "chunks": 40}], "chunk_delay": 0.05}]),
         ),
         slow_tool: fake(json!([{"blocks": [bash("sleep 1.5; echo done")]}])),
+        background: fake(json!([{"blocks": [
+            {"tool": "Bash", "input": {"command": "sleep 1", "description": "a task", "run_in_background": true}},
+        ]}])),
         error: fake(
             json!([{"status": 400, "error_type": "invalid_request_error", "message": "made up"}]),
         ),
@@ -56,8 +61,6 @@ fn is_noise(kind: &str) -> bool {
     [
         "command_lifecycle/queued",
         "system/api_retry",
-        "system/task_",
-        "system/background_tasks_changed",
         "rate_limit_event",
     ]
     .iter()
@@ -121,6 +124,14 @@ fn converse(agent: &mut Agent, words: &Words) -> Vec<(&'static str, Vec<String>)
     agent.result();
     settle(agent);
     part("interrupted in a tool", agent);
+    agent.send_as(
+        "00000000-0000-4000-8000-0000000000ac",
+        words.background.as_str(),
+    );
+    agent.result();
+    assert_eq!(agent.result()["origin"]["kind"], "task-notification");
+    settle(agent);
+    part("a turn that nobody asked for", agent);
     agent.send_as("00000000-0000-4000-8000-0000000000aa", words.error.as_str());
     assert_eq!(agent.result()["is_error"], true);
     settle(agent);
@@ -134,6 +145,20 @@ fn converse(agent: &mut Agent, words: &Words) -> Vec<(&'static str, Vec<String>)
     part("clear", agent);
     assert_eq!(agent.code(), 0);
     parts
+}
+
+/// Every session id that an init named.
+fn ids(agent: &Agent) -> Vec<String> {
+    let mut ids: Vec<String> = Vec::new();
+    for message in agent
+        .heard
+        .iter()
+        .filter(|message| message["subtype"] == "init")
+    {
+        ids.push(message["session_id"].as_str().unwrap().to_owned());
+    }
+    ids.dedup();
+    ids
 }
 
 /// Hears whatever still belongs to the turn: an answer to an idle interrupt comes behind it.
@@ -176,8 +201,17 @@ fn the_embedded_agent_speaks_as_the_real_one() {
         for (ours, theirs) in embedded_parts.iter().zip(&real_parts) {
             assert_eq!(ours, theirs, "{version}: ours is left, the real one right");
         }
-        let mut comparable = embedded.raw.clone();
-        comparable.retain(|line| !line.contains("background_tasks_changed"));
-        assert_shapes(&comparable, &real.raw);
+        assert_shapes(&embedded.raw, &real.raw);
+        // And what they wrote, before and after the clear.
+        let (real_ids, embedded_ids) = (ids(&real), ids(&embedded));
+        assert_eq!((real_ids.len(), embedded_ids.len()), (2, 2));
+        // The bookkeeping of the real one depends on how long it lived.
+        let written = |ids: &[String]| -> Vec<String> {
+            let lines = ids.iter().flat_map(|id| place.raw_lines(id));
+            lines
+                .filter(|line| !line.contains(r#""type":"last-prompt""#))
+                .collect()
+        };
+        assert_shapes(&written(&embedded_ids), &written(&real_ids));
     }
 }

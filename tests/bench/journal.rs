@@ -223,6 +223,10 @@ fn accepts(dir: &Path, submitters: usize, drain: bool) -> Round {
     let took = begun.elapsed();
     let commits = journal.stats().commits - before;
     let cpu_us = journal_cpu_us();
+    let stats = journal.stats();
+    if submitters == 64 {
+        eprintln!("{} checkpoints, the longest {} us", stats.checkpoints, stats.checkpoint_us_max);
+    }
     assert!(journal.shutdown(Duration::from_secs(20)));
     round(us, took, commits, cpu_us)
 }

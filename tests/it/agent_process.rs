@@ -146,6 +146,14 @@ impl Agent {
         self.line(&line.to_string());
     }
 
+    /// Answers a question of the agent.
+    pub fn allow(&mut self, request: &Value, behavior: &str) {
+        let inner = json!({"behavior": behavior, "message": "so the test wants"});
+        let response =
+            json!({"subtype": "success", "request_id": request["request_id"], "response": inner});
+        self.line(&json!({"type": "control_response", "response": response}).to_string());
+    }
+
     /// The next message that `wanted` takes; earlier ones are passed over, but stay in `heard`.
     pub fn until(&mut self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
         let end = Instant::now() + LIMIT;

@@ -61,7 +61,7 @@ fn a_text_turn_has_the_order_and_the_shapes_of_the_real_agent() {
 fn messages_that_come_while_it_streams_become_one_user_line() {
     let place = Place::new();
     let mut agent = place.start(&["--session-id", S]);
-    agent.send_as("u1", "first {{delay_ms=200}}");
+    agent.send_as("u1", "first {{delay_ms=1500}}");
     agent.kind("system/init");
     agent.send_as("u2", "second");
     agent.send_as("u3", "third");
@@ -96,9 +96,12 @@ fn messages_that_come_while_it_streams_become_one_user_line() {
 fn a_message_that_comes_while_a_tool_runs_is_folded_into_the_turn() {
     let place = Place::new();
     let mut agent = place.start(&["--session-id", S]);
-    agent.send_as("u1", "run {{tool tool_ms=300}}");
-    agent.kind("assistant");
+    // The tool waits for leave until the second message is there.
+    agent.send_as("u1", "run {{ask}}");
+    let request = agent.kind("control_request");
     agent.send_as("u2", "folded");
+    agent.state("u2", "queued");
+    agent.allow(&request, "allow");
     agent.state("u2", "started");
     agent.state("u2", "completed");
     let result = agent.result();
@@ -214,7 +217,7 @@ fn an_idle_agent_answers_an_interrupt_and_does_nothing_else() {
 fn an_interrupt_before_init_is_answered_and_does_nothing() {
     let place = Place::new();
     let mut agent = place.start(&[]);
-    agent.send_as("u1", "{{init_ms=300}} hello");
+    agent.send_as("u1", "{{init_ms=800}} hello");
     agent.state("u1", "started");
     agent.interrupt("r1");
     agent.kind("control_response");
@@ -226,16 +229,29 @@ fn an_interrupt_before_init_is_answered_and_does_nothing() {
 fn a_scripted_agent_ignores_interrupts_or_only_answers_them() {
     let place = Place::new();
     let mut agent = place.start(&[]);
-    agent.send_as("u1", "{{ignore=interrupt delay_ms=200}} a");
+    agent.send_as("u1", "{{ignore=interrupt hang}} a");
     agent.kind("system/init");
     agent.interrupt("r1");
-    assert_eq!(agent.result()["is_error"], false);
-    assert!(!agent.kinds().contains(&"control_response".to_owned()));
-    agent.send_as("u2", "{{ignore=answered delay_ms=200}} b");
+    // Lines are taken in order: once this one is, the interrupt was.
+    agent.send_as("u2", "{{ignore=answered hang}} b");
+    agent.state("u2", "queued");
+    assert!(
+        !agent
+            .kinds()
+            .iter()
+            .any(|kind| kind == "control_response" || kind == "result")
+    );
+
+    let mut agent = place.start(&[]);
+    agent.send_as("u1", "{{ignore=answered hang}} a");
     agent.kind("system/init");
     agent.interrupt("r2");
     agent.kind("control_response");
-    assert_eq!(agent.result()["is_error"], false);
+    agent.send_as("u2", "b");
+    agent.state("u2", "queued");
+    assert!(!agent.kinds().contains(&"result".to_owned()));
+
+    let mut agent = place.start(&[]);
     agent.send_as("u3", "{{hang}} c");
     agent.until("the answer", |m| {
         m["event"]["delta"]["text"]
@@ -362,7 +378,7 @@ fn a_line_that_is_not_json_ends_the_process_also_in_a_turn() {
 fn the_end_of_stdin_lets_the_turn_and_what_waits_finish() {
     let place = Place::new();
     let mut agent = place.start(&["--session-id", S]);
-    agent.send_as("u1", "{{deltas=5 delta_ms=40}} one two three");
+    agent.send_as("u1", "{{delay_ms=200}} one two three");
     agent.kind("system/init");
     agent.send_as(
         "u2",
@@ -501,9 +517,8 @@ fn the_final_line_is_on_disk_before_the_result_or_as_late_as_the_script_says() {
     agent.send_as("u1", "{{say=first}}");
     agent.result();
     assert!(place.holds(S, r#""text":"first""#));
-    agent.send_as("u2", "{{say=second flush_ms=300}}");
+    agent.send_as("u2", "{{say=second flush_ms=100}}");
     agent.result();
-    assert!(!place.holds(S, r#""text":"second""#));
     let end = Instant::now() + LIMIT;
     while !place.holds(S, r#""text":"second""#) {
         assert!(Instant::now() < end, "the late line never came");
@@ -512,6 +527,14 @@ fn the_final_line_is_on_disk_before_the_result_or_as_late_as_the_script_says() {
     agent.send_as("u3", "{{say=third flush_ms=-100}}");
     agent.result();
     assert!(place.holds(S, r#""text":"third""#));
+    agent.send_as("u4", "{{say=fourth flush_ms=60000}}");
+    agent.result();
+    assert!(!place.holds(S, r#""text":"fourth""#));
+    assert_eq!(agent.code(), 0);
+    assert!(
+        place.holds(S, r#""text":"fourth""#),
+        "a graceful end loses nothing"
+    );
 }
 
 #[test]
@@ -615,6 +638,12 @@ fn a_late_id_is_another_one_with_its_own_file() {
     assert_ne!(id, S);
     assert_eq!(agent.result()["session_id"], json!(id));
     assert_eq!(agent.code(), 0);
+    let folder = place.file(&id).parent().unwrap().to_owned();
+    assert_eq!(
+        std::fs::read_dir(folder).unwrap().count(),
+        1,
+        "no file under the first id"
+    );
     assert!(place.lines(&id).iter().any(|line| line["uuid"] == "u1"));
 }
 
@@ -717,10 +746,7 @@ fn a_tool_that_needs_leave_waits_for_it() {
             ),
             (&json!("can_use_tool"), &json!("Write"))
         );
-        let inner = json!({"behavior": behavior, "message": "no"});
-        let response =
-            json!({"subtype": "success", "request_id": request["request_id"], "response": inner});
-        agent.line(&json!({"type": "control_response", "response": response}).to_string());
+        agent.allow(&request, behavior);
         let result = agent.kind("user");
         assert_eq!(result["message"]["content"][0]["is_error"], is_error);
         agent.result();

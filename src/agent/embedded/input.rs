@@ -43,7 +43,10 @@ impl Lines {
             return Ok(());
         }
         let mut scanned = from;
-        while let Some(at) = memchr::memchr(b'\n', &self.buffer[scanned..]) {
+        while let Some(at) = self.buffer[scanned..]
+            .iter()
+            .position(|byte| *byte == b'\n')
+        {
             let rest = self.buffer.split_off(scanned + at + 1);
             self.ready
                 .push_back(std::mem::replace(&mut self.buffer, rest));

@@ -233,12 +233,15 @@ impl Agent {
         self.out.line(line)
     }
 
+    /// Whether messages name the user lines they are about.
+    fn names_uuids(&self) -> bool {
+        self.keep_uuid && self.session.profile == Profile::Current
+    }
+
     /// Says what only the current version says.
     fn lifecycle(&mut self, uuid: Option<&str>, state: &str) -> Result<(), Stop> {
         match uuid {
-            Some(uuid) if self.session.profile == Profile::Current && self.keep_uuid => {
-                self.out.line(self.session.lifecycle(uuid, state))
-            }
+            Some(uuid) if self.names_uuids() => self.out.line(self.session.lifecycle(uuid, state)),
             Some(_) | None => Ok(()),
         }
     }
@@ -375,10 +378,13 @@ impl Agent {
                 self.seen.insert(uuid.clone());
             }
         }
-        self.transcript.append(
-            self.session
-                .queue_operation("enqueue", |obj| obj.str("content", &message.text)),
-        );
+        // A session that gets its id later leaves no file under the first one.
+        if message.script.late_id_ms.is_none() {
+            let enqueue = self
+                .session
+                .queue_operation("enqueue", |obj| obj.str("content", &message.text));
+            self.transcript.append(enqueue);
+        }
         if self.interrupts.is_none() {
             self.own_turn = message.script.own_turn_on_send;
         }

@@ -232,6 +232,12 @@ mod tests {
         ] {
             assert_eq!(slug(cwd), name, "{cwd}");
         }
+        // As both versions of the real program named it.
+        let parts: Vec<String> = (0..10)
+            .map(|i| format!("dir_name.{i:02}-abcdefghijklmnop"))
+            .collect();
+        let cut = slug(&format!("/tmp/real/{}", parts.join("/")));
+        assert!(cut.ends_with("-dir-name-06-abcd-ad8hvk"), "{cut}");
         let long = slug(&format!("/{}", "x".repeat(300)));
         assert!(
             long.starts_with(&format!("-{}-", "x".repeat(199))),

@@ -95,7 +95,7 @@ impl Pump {
     }
 
     /// Tells a fact now, or after the end of the turn that the gate holds.
-    fn emit(&mut self, fact: RunFact) {
+    pub(super) fn emit(&mut self, fact: RunFact) {
         self.held.push_back(fact);
         if self.gate.is_none() {
             self.tell_held(Instant::now());

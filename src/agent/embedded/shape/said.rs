@@ -40,12 +40,16 @@ impl Session {
             .str("type", "system")
             .str("subtype", "status")
             .str("status", "requesting");
-        obj.str("session_id", &self.id)
-            .str("uuid", &fresh())
-            .when(!uuids.is_empty(), |obj| {
-                obj.raw("user_message_uuids", strings(uuids))
-            })
-            .end()
+        match self.profile {
+            Profile::Current => obj
+                .str("session_id", &self.id)
+                .str("uuid", &fresh())
+                .when(!uuids.is_empty(), |obj| {
+                    obj.raw("user_message_uuids", strings(uuids))
+                })
+                .end(),
+            Profile::Old => self.told(obj).end(),
+        }
     }
 
     /// The answer to a control request.
@@ -230,31 +234,36 @@ impl Session {
             .raw("stop_sequence", "null")
             .raw("usage", START_USAGE)
             .raw("context_management", "null");
+        let current = self.profile == Profile::Current;
         let obj = Obj::new()
             .str("type", "assistant")
             .raw("message", inner.end())
             .raw("parent_tool_use_id", "null")
             .str("session_id", &self.id)
             .str("uuid", uuid)
-            .str("timestamp", &now())
+            .when(current, |obj| obj.str("timestamp", &now()))
             .str("request_id", &message.request_id)
-            .when(aborted, |obj| obj.raw("aborted", true));
+            .when(aborted && current, |obj| obj.raw("aborted", true));
         answers(obj, &message.answers).end()
     }
 
     /// `assistant` that carries the text of a failure.
     pub fn api_error(&self, text: &str, uuid: &str, uuids: &[String]) -> String {
+        let current = self.profile == Profile::Current;
         let obj = Obj::new()
             .str("type", "assistant")
             .raw("message", synthetic(text))
             .raw("parent_tool_use_id", "null")
             .str("session_id", &self.id)
             .str("uuid", uuid)
-            .str("timestamp", &now())
+            .when(current, |obj| obj.str("timestamp", &now()))
             .str("error", "unknown")
-            .raw("is_api_error_message", true)
-            .raw("api_error_status", 400)
-            .str("api_error_type", "invalid_request_error");
+            .when(current, |obj| {
+                let obj = obj
+                    .raw("is_api_error_message", true)
+                    .raw("api_error_status", 400);
+                obj.str("api_error_type", "invalid_request_error")
+            });
         answers(obj, uuids).end()
     }
 
@@ -293,6 +302,25 @@ impl Session {
             Obj::new().str("type", "system").str("subtype", subtype),
         ))
         .end()
+    }
+
+    /// `system/task_notification`: a background task has ended.
+    pub fn task_notification(&self, task_id: &str, tool_id: &str) -> String {
+        let obj = Obj::new()
+            .str("type", "system")
+            .str("subtype", "task_notification")
+            .str("task_id", task_id)
+            .str("tool_use_id", tool_id)
+            .str("status", "completed")
+            .str("output_file", "")
+            .str(
+                "summary",
+                "Background command \"background\" completed (exit code 0)",
+            );
+        match self.profile {
+            Profile::Current => self.told(obj).end(),
+            Profile::Old => obj.str("session_id", &self.id).str("uuid", &fresh()).end(),
+        }
     }
 
     /// `conversation_reset`.

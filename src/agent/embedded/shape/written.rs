@@ -268,7 +268,9 @@ impl Session {
             .str("error", "unknown")
             .raw("isApiErrorMessage", true)
             .raw("apiErrorStatus", 400)
-            .str("apiErrorType", "invalid_request_error");
+            .when(self.profile == Profile::Current, |obj| {
+                obj.str("apiErrorType", "invalid_request_error")
+            });
         self.tail(obj)
     }
 

@@ -114,15 +114,14 @@ impl Agent {
                 .str("task_id", &task_id)
                 .str("task_type", "local_bash");
             let task = task.str("description", "background").end();
-            self.say(self.session.task("background_tasks_changed", |obj| {
-                obj.raw("tasks", format_args!("[{task}]"))
-            }))?;
+            let current = self.session.profile == Profile::Current;
+            self.tasks_changed(&task)?;
             self.say(self.session.task("task_started", |obj| {
                 let obj = obj
                     .str("task_id", &task_id)
                     .str("tool_use_id", &id)
                     .str("description", "background");
-                obj.raw("is_backgrounded", true)
+                obj.when(current, |obj| obj.raw("is_backgrounded", true))
                     .str("task_type", "local_bash")
             }))?;
             // Counted from the turn's end; `finish` moves it there.
@@ -146,6 +145,16 @@ impl Agent {
             self.fold_waiting(turn)?;
         }
         self.say(self.session.requesting(&turn.uuids))
+    }
+
+    /// Tells which background tasks there are, as JSON without its brackets; the old version does not.
+    pub(super) fn tasks_changed(&mut self, tasks: &str) -> Result<(), Stop> {
+        if self.session.profile == Profile::Old {
+            return Ok(());
+        }
+        self.say(self.session.task("background_tasks_changed", |obj| {
+            obj.raw("tasks", format_args!("[{tasks}]"))
+        }))
     }
 
     /// Waits for the server's word on a tool.
@@ -205,18 +214,21 @@ impl Agent {
         while let Some(message) = self.waiting.pop_front() {
             let uuid = fresh();
             let parent = self.transcript.leaf.replace(uuid.clone());
+            let current = self.session.profile == Profile::Current;
             let remove = self.session.queue_operation("remove", |obj| {
-                let obj = obj
-                    .str("content", &message.text)
-                    .str("reason", "absorbed_mid_turn");
-                obj.str_if("commandUuid", message.uuid.as_deref())
+                obj.when(current, |obj| {
+                    let obj = obj
+                        .str("content", &message.text)
+                        .str("reason", "absorbed_mid_turn");
+                    obj.str_if("commandUuid", message.uuid.as_deref())
+                })
             });
             let line = self
                 .session
                 .queued_command_line(parent.as_deref(), &message, &uuid);
             self.transcript.append(remove + &line);
             self.lifecycle(message.uuid.as_deref(), "started")?;
-            if self.keep_uuid {
+            if self.names_uuids() {
                 turn.uuids.extend(message.uuid.clone());
             }
             turn.folded.push(message);

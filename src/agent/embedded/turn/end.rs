@@ -148,7 +148,9 @@ impl Agent {
                 .session
                 .interruption_line(parent.as_deref(), &turn.prompt_id, &content, &uuid);
         self.transcript.append(lines);
-        if let Some(open) = turn.open.take() {
+        let current = self.session.profile == Profile::Current;
+        // The old version leaves its stream open.
+        if let Some(open) = turn.open.take().filter(|_| current) {
             if let Some(index) = open_index {
                 self.say(self.session.block_stop(&open.message, index))?;
             }

@@ -81,7 +81,7 @@ impl Agent {
         let Some((message, mut merged)) = input::merge(batch, &self.defaults) else {
             return Ok(());
         };
-        if !self.keep_uuid {
+        if !self.names_uuids() {
             uuids.clear();
             merged.clear();
         }
@@ -137,7 +137,7 @@ impl Agent {
             }
             None => self.transcript.append(dequeue + &lines),
         }
-        let leader = message.uuid.filter(|_| self.keep_uuid);
+        let leader = message.uuid.filter(|_| self.names_uuids());
         self.run(Turn {
             script,
             words: message.words,
@@ -177,20 +177,8 @@ impl Agent {
                 format_args!(r#"{{"status":"completed","end_time":{end_time}}}"#),
             )
         }))?;
-        self.say(self.session.task("task_notification", |obj| {
-            let obj = obj
-                .str("task_id", id)
-                .str("tool_use_id", &task.tool_id)
-                .str("status", "completed");
-            obj.str("output_file", "").str(
-                "summary",
-                "Background command \"background\" completed (exit code 0)",
-            )
-        }))?;
-        self.say(
-            self.session
-                .task("background_tasks_changed", |obj| obj.raw("tasks", "[]")),
-        )?;
+        self.say(self.session.task_notification(id, &task.tool_id))?;
+        self.tasks_changed("")?;
         // The line that came is the newest of those that wait.
         let queued = self.waiting.back().cloned().filter(|_| on_send);
         let mut script = Script::default();
@@ -219,7 +207,11 @@ impl Agent {
             turn_index: self.transcript.turns,
             merged: &[],
         });
-        self.transcript.append(line);
+        let enqueue = self
+            .session
+            .queue_operation("enqueue", |obj| obj.str("content", &text));
+        let dequeue = self.session.queue_operation("dequeue", |obj| obj);
+        self.transcript.append(enqueue + &dequeue + &line);
         self.transcript.leaf = Some(uuid);
         self.interrupted = false;
         self.interrupts = Some(Interrupts::Obeyed);
@@ -264,16 +256,11 @@ impl Agent {
                 self.session
                     .conversation_reset(uuid.as_deref().unwrap_or_default()),
             )?;
-            self.say(
-                self.session
-                    .task("background_tasks_changed", |obj| obj.raw("tasks", "[]")),
-            )?;
+            self.tasks_changed("")?;
         }
         self.background.clear();
         self.move_to(fresh());
-        let kept = uuid
-            .clone()
-            .filter(|_| self.session.profile == Profile::Current && self.keep_uuid);
+        let kept = uuid.clone().filter(|_| self.names_uuids());
         let (lines, leaf) = self
             .session
             .clear_lines(&kept.clone().unwrap_or_else(fresh));

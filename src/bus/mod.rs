@@ -5,7 +5,9 @@
 //! and only if its id is above the last one that reader was given, in rising order and without a gap, whether it came
 //! from the ring or from the store; so replay and live join without a hole and without a double by construction.
 
-use std::collections::VecDeque;
+mod frame;
+mod ring;
+
 use std::fmt;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -16,14 +18,14 @@ use crate::error::Result;
 use crate::ids::{EventId, is_plain_id};
 use crate::sync::Mutex;
 
+pub use frame::Frame;
+use ring::Ring;
+pub use ring::{Reader, Reading, Taken};
+
 /// Frames the ring holds at most: enough for 1.6 s at 10,000 events/s.
 const RING_FRAMES_MAX: usize = 16 * 1024;
 /// Bytes the ring holds at most; one larger frame alone is kept.
 const RING_BYTES_MAX: u64 = 4 * 1024 * 1024;
-/// A reader that far behind in the ring, in bytes, loses transient events.
-const TRANSIENT_LAG_BYTES_MAX: u64 = 1024 * 1024;
-/// Room in front of a payload for the longest frame header of a server: 2 + 8 bytes.
-const HEADER_BYTES_MAX: usize = 10;
 
 /// Takes kept events after their commit, in commit order.
 pub trait Publisher: Send + Sync {
@@ -100,135 +102,6 @@ pub fn parse_cursor(text: &str) -> Result<Cursor, BadCursor> {
     })
 }
 
-/// One event, serialized once: a whole WebSocket text frame, and its SSE form once somebody asks for it.
-pub struct Frame {
-    /// Header and payload of the frame, from `start`.
-    bytes: Box<[u8]>,
-    start: u8,
-    event_len: u8,
-    /// 0 for a transient event.
-    id: EventId,
-    sse: OnceLock<Box<[u8]>>,
-}
-
-impl fmt::Debug for Frame {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Frame")
-            .field("id", &self.id)
-            .field("bytes", &self.ws().len())
-            .finish_non_exhaustive()
-    }
-}
-
-impl Frame {
-    /// The frame of a kept event; `data` is JSON text.
-    #[must_use]
-    pub fn kept(id: EventId, event: &str, data_json: &str, at: &str) -> Self {
-        Self::build(id, event, at, |to| {
-            to.extend_from_slice(data_json.as_bytes())
-        })
-    }
-
-    /// A frame of the stream itself (`hello`, `resync`), for one client.
-    #[must_use]
-    pub fn notice(event: &str, data_json: &str) -> Self {
-        Self::build(0, event, "", |to| {
-            to.extend_from_slice(data_json.as_bytes())
-        })
-    }
-
-    fn build(id: EventId, event: &str, at: &str, data: impl FnOnce(&mut Vec<u8>)) -> Self {
-        let mut bytes = Vec::with_capacity(256);
-        bytes.resize(HEADER_BYTES_MAX, 0);
-        bytes.push(b'{');
-        if id > 0 {
-            bytes.extend_from_slice(b"\"id\":");
-            bytes.extend_from_slice(id.to_string().as_bytes());
-            bytes.push(b',');
-        }
-        bytes.extend_from_slice(b"\"event\":\"");
-        bytes.extend_from_slice(event.as_bytes());
-        bytes.extend_from_slice(b"\",\"data\":");
-        data(&mut bytes);
-        if !at.is_empty() {
-            bytes.extend_from_slice(b",\"at\":\"");
-            bytes.extend_from_slice(at.as_bytes());
-            bytes.push(b'"');
-        }
-        bytes.push(b'}');
-        let payload = bytes.len() - HEADER_BYTES_MAX;
-        let (header, header_len) = header(payload);
-        let start = HEADER_BYTES_MAX - header_len;
-        bytes[start..HEADER_BYTES_MAX].copy_from_slice(&header[..header_len]);
-        Self {
-            bytes: bytes.into_boxed_slice(),
-            start: start as u8,
-            event_len: event.len().min(255) as u8,
-            id,
-            sse: OnceLock::new(),
-        }
-    }
-
-    /// Its id; 0 for a transient event.
-    #[must_use]
-    pub fn id(&self) -> EventId {
-        self.id
-    }
-
-    /// The whole WebSocket frame: header and JSON.
-    #[must_use]
-    pub fn ws(&self) -> &[u8] {
-        &self.bytes[usize::from(self.start)..]
-    }
-
-    /// The JSON object alone.
-    #[must_use]
-    pub fn json(&self) -> &[u8] {
-        &self.bytes[HEADER_BYTES_MAX..]
-    }
-
-    /// The event as `text/event-stream` has it: `id: EPOCH.ID` (kept ones), `event:`, `data:` with the whole object.
-    pub fn sse(&self, epoch: &str) -> &[u8] {
-        self.sse.get_or_init(|| {
-            let json = self.json();
-            // {"id":N,"event":"NAME" or {"event":"NAME"
-            let name_at = if self.id > 0 {
-                16 + self.id.to_string().len()
-            } else {
-                10
-            };
-            let mut text = Vec::with_capacity(json.len() + 96);
-            if self.id > 0 {
-                text.extend_from_slice(format!("id: {epoch}.{}\n", self.id).as_bytes());
-            }
-            text.extend_from_slice(b"event: ");
-            text.extend_from_slice(&json[name_at..name_at + usize::from(self.event_len)]);
-            text.extend_from_slice(b"\ndata: ");
-            text.extend_from_slice(json);
-            text.extend_from_slice(b"\n\n");
-            text.into_boxed_slice()
-        })
-    }
-}
-
-/// Header of an unmasked, unfragmented text frame of `len` payload bytes (RFC 6455 §5.2), and its length.
-fn header(len: usize) -> ([u8; HEADER_BYTES_MAX], usize) {
-    let mut header = [0; HEADER_BYTES_MAX];
-    header[0] = 0x81;
-    if len < 126 {
-        header[1] = len as u8;
-        (header, 2)
-    } else if let Ok(short) = u16::try_from(len) {
-        header[1] = 126;
-        header[2..4].copy_from_slice(&short.to_be_bytes());
-        (header, 4)
-    } else {
-        header[1] = 127;
-        header[2..10].copy_from_slice(&(len as u64).to_be_bytes());
-        (header, 10)
-    }
-}
-
 /// What an in-process listener hears.
 #[derive(Debug, Clone, Copy)]
 pub struct Heard<'a> {
@@ -242,174 +115,6 @@ pub struct Heard<'a> {
 
 /// Called with every event, on the thread that published it, with no lock held; must not block.
 pub type Listener = Arc<dyn Fn(&Heard<'_>) + Send + Sync>;
-
-/// A reader's place: what it was given, and where in the ring it reads on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Reader {
-    /// Number of the frame it reads next.
-    pub next: u64,
-    /// Id of the last kept event it was given (or that it said it has).
-    pub after: EventId,
-    /// Transient frames below this number are not for it.
-    pub transient_from: u64,
-}
-
-/// A frame to be written to one reader.
-#[derive(Debug, Clone)]
-pub struct Taken {
-    /// The frame.
-    pub frame: Arc<Frame>,
-    /// Its number.
-    pub number: u64,
-    /// Transient frames that the reader loses before it.
-    pub dropped: u32,
-}
-
-impl Reader {
-    /// Moves past a frame that is (or is being) written.
-    pub fn pass(&mut self, taken: &Taken) {
-        self.next = taken.number + 1;
-        if taken.frame.id > 0 {
-            self.after = taken.frame.id;
-        }
-    }
-}
-
-/// What a read of the ring found.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reading {
-    /// Everything up to the newest frame.
-    Whole,
-    /// The limit was reached, there is more.
-    More,
-    /// The ring no longer holds (or never held) the event after `Reader::after`: ask the store.
-    Behind,
-}
-
-struct Entry {
-    frame: Arc<Frame>,
-    /// The newest kept id up to and with this frame.
-    kept_through: EventId,
-    /// Bytes published up to and with this frame.
-    bytes_through: u64,
-}
-
-struct Ring {
-    entries: VecDeque<Entry>,
-    /// Number of the first entry.
-    first: u64,
-    head: EventId,
-    /// Every kept event above this one, up to head, is in the ring.
-    floor: EventId,
-    bytes_through: u64,
-    frames_max: usize,
-    bytes_max: u64,
-}
-
-impl Ring {
-    fn end(&self) -> u64 {
-        self.first + self.entries.len() as u64
-    }
-
-    fn push(&mut self, frame: Arc<Frame>) {
-        if frame.id > 0 {
-            if frame.id != self.head + 1 {
-                // Somebody else's rows lie between: readers below get them from the store.
-                self.floor = frame.id - 1;
-            }
-            self.head = frame.id;
-        }
-        self.bytes_through += frame.ws().len() as u64;
-        self.entries.push_back(Entry {
-            frame,
-            kept_through: self.head,
-            bytes_through: self.bytes_through,
-        });
-        while self.entries.len() > 1
-            && (self.entries.len() > self.frames_max || self.held() > self.bytes_max)
-        {
-            if let Some(gone) = self.entries.pop_front() {
-                self.first += 1;
-                self.floor = self.floor.max(gone.frame.id);
-            }
-        }
-    }
-
-    fn held(&self) -> u64 {
-        self.entries.front().map_or(0, |e| {
-            self.bytes_through - e.bytes_through + e.frame.ws().len() as u64
-        })
-    }
-
-    fn read(
-        &self,
-        reader: &mut Reader,
-        frames_max: usize,
-        bytes_max: usize,
-        out: &mut Vec<Taken>,
-    ) -> (Reading, u64) {
-        let mut lost = 0;
-        if reader.next < self.first {
-            if reader.after < self.floor {
-                return (Reading::Behind, 0);
-            }
-            lost = self.first - reader.next;
-            reader.next = self.first;
-        }
-        let (mut bytes, mut dropped) = (0, 0);
-        let mut at = reader.next;
-        let mut after = reader.after;
-        while let Some(entry) = self.entries.get((at - self.first) as usize) {
-            let id = entry.frame.id;
-            let wanted = if id > 0 {
-                if id > after + 1 && after < self.floor {
-                    let seen = if out.is_empty() {
-                        Reading::Behind
-                    } else {
-                        Reading::More
-                    };
-                    return (seen, lost);
-                }
-                id > after
-            } else {
-                let stale = self.bytes_through - entry.bytes_through > TRANSIENT_LAG_BYTES_MAX;
-                dropped += u32::from(stale && at >= reader.transient_from);
-                !stale && at >= reader.transient_from
-            };
-            if wanted {
-                if out.len() >= frames_max || bytes >= bytes_max {
-                    return (Reading::More, lost);
-                }
-                bytes += entry.frame.ws().len();
-                out.push(Taken {
-                    frame: entry.frame.clone(),
-                    number: at,
-                    dropped,
-                });
-                dropped = 0;
-                after = after.max(id);
-            } else if out.is_empty() {
-                reader.next = at + 1;
-                lost += u64::from(dropped);
-                dropped = 0;
-            }
-            at += 1;
-        }
-        (Reading::Whole, lost)
-    }
-
-    fn join(&self, reader: &mut Reader) -> bool {
-        if reader.after < self.floor {
-            return false;
-        }
-        let kept = self.first
-            + self
-                .entries
-                .partition_point(|e| e.kept_through <= reader.after) as u64;
-        reader.next = kept.min(reader.transient_from.max(self.first));
-        true
-    }
-}
 
 /// The stream: publishers on one side, `push` and in-process listeners on the other.
 pub struct Bus {
@@ -449,15 +154,7 @@ impl Bus {
     /// The same with a ring of at most `frames_max` frames and `bytes_max` bytes.
     #[must_use]
     pub fn with_limits(frames_max: usize, bytes_max: u64) -> Self {
-        let ring = Ring {
-            entries: VecDeque::new(),
-            first: 0,
-            head: 0,
-            floor: 0,
-            bytes_through: 0,
-            frames_max,
-            bytes_max,
-        };
+        let ring = Ring::new(frames_max, bytes_max);
         Self {
             epoch: OnceLock::new(),
             ring: Mutex::new(ring),
@@ -535,8 +232,12 @@ impl Bus {
     fn send_on(&self, frame: Arc<Frame>, event: &str, heard: bool) {
         {
             let mut ring = self.ring.lock();
-            if frame.id > 0 && frame.id <= ring.head {
-                log::error!("event {} was published after event {}", frame.id, ring.head);
+            if frame.id() > 0 && frame.id() <= ring.head {
+                log::error!(
+                    "event {} was published after event {}",
+                    frame.id(),
+                    ring.head
+                );
                 return;
             }
             ring.push(frame.clone());
@@ -549,7 +250,7 @@ impl Bus {
             let listeners = self.listeners.lock().clone();
             let json = std::str::from_utf8(frame.json()).unwrap_or("null");
             let heard = Heard {
-                id: (frame.id > 0).then_some(frame.id),
+                id: (frame.id() > 0).then_some(frame.id()),
                 event,
                 json,
             };
@@ -595,18 +296,30 @@ impl Bus {
         self.ring.lock().read(reader, frames_max, bytes_max, out)
     }
 
-    /// Frames from number `from` on, whoever they are for, at most `frames_max`; the number of the first.
-    pub(crate) fn tail(&self, from: u64, frames_max: usize, out: &mut Vec<Arc<Frame>>) -> u64 {
+    /// Frames from number `from` on, whoever they are for, until `frames_max` or `bytes_max` is reached; the number of
+    /// the first.
+    pub(crate) fn tail(
+        &self,
+        from: u64,
+        frames_max: usize,
+        bytes_max: usize,
+        out: &mut Vec<Arc<Frame>>,
+    ) -> u64 {
         let ring = self.ring.lock();
         let from = from.max(ring.first);
-        let at = (from - ring.first) as usize;
-        out.extend(
-            ring.entries
-                .iter()
-                .skip(at)
-                .take(frames_max)
-                .map(|e| e.frame.clone()),
-        );
+        let mut bytes = 0;
+        for entry in ring
+            .entries
+            .iter()
+            .skip((from - ring.first) as usize)
+            .take(frames_max)
+        {
+            bytes += entry.frame.ws().len();
+            if bytes > bytes_max && !out.is_empty() {
+                break;
+            }
+            out.push(entry.frame.clone());
+        }
         from
     }
 }
@@ -623,6 +336,7 @@ impl Publisher for Bus {
 
 #[cfg(test)]
 mod tests {
+    use super::frame::header;
     use super::*;
     use serde_json::json;
 
@@ -768,6 +482,8 @@ mod tests {
             bus.publish("t", &json!({}));
         }
         assert_eq!(read_all(&bus, &mut at_two), (vec![0; 4], Reading::Whole, 6));
+        // The other one is told although no kept event is left in the ring to show it.
+        assert_eq!(read_all(&bus, &mut reader), (vec![], Reading::Behind, 0));
     }
 
     #[test]
@@ -855,5 +571,118 @@ mod tests {
         let transient: serde_json::Value = serde_json::from_str(&heard[1].2).unwrap();
         assert_eq!(transient["event"], "chat-phase");
         assert_eq!(transient["data"]["phase"], "idle");
+    }
+
+    mod model {
+        use super::*;
+        use proptest::prelude::*;
+
+        /// What may happen, in any order.
+        #[derive(Debug, Clone)]
+        enum Step {
+            Keep,
+            Transient,
+            /// Somebody else's row, published by nobody.
+            Foreign,
+            /// Some reader takes up to so many frames from the ring and writes some of them.
+            Read {
+                who: usize,
+                frames: usize,
+                written: usize,
+            },
+            /// Some reader that the ring cannot serve reads up to so many rows of the store.
+            Store {
+                who: usize,
+                rows: usize,
+            },
+            /// Some reader leaves and comes back with the cursor it has.
+            Back {
+                who: usize,
+            },
+        }
+
+        fn step() -> impl Strategy<Value = Step> {
+            prop_oneof![
+                4 => Just(Step::Keep),
+                2 => Just(Step::Transient),
+                1 => Just(Step::Foreign),
+                4 => (0..3usize, 1..6usize, 0..6usize).prop_map(|(who, frames, written)| Step::Read { who, frames, written }),
+                3 => (0..3usize, 1..4usize).prop_map(|(who, rows)| Step::Store { who, rows }),
+                1 => (0..3usize).prop_map(|who| Step::Back { who }),
+            ]
+        }
+
+        struct Model {
+            bus: Bus,
+            stored: EventId,
+            /// Place, whether the store serves it, and what it got.
+            readers: Vec<(Reader, bool, Vec<EventId>)>,
+        }
+
+        impl Model {
+            fn read(&mut self, who: usize, frames: usize, written: usize) {
+                let (reader, replaying, got) = &mut self.readers[who];
+                if *replaying {
+                    return;
+                }
+                let mut out = Vec::new();
+                *replaying =
+                    self.bus.read(reader, frames, usize::MAX, &mut out).0 == Reading::Behind;
+                for taken in out.iter().take(written) {
+                    reader.pass(taken);
+                    got.extend(Some(taken.frame.id()).filter(|id| *id > 0));
+                }
+            }
+
+            fn store(&mut self, who: usize, rows: usize) {
+                let (reader, replaying, got) = &mut self.readers[who];
+                if *replaying {
+                    for _ in 0..rows.min((self.stored - reader.after) as usize) {
+                        reader.after += 1;
+                        got.push(reader.after);
+                    }
+                    *replaying = !self.bus.join(reader);
+                }
+            }
+        }
+
+        proptest! {
+            #[test]
+            fn every_reader_gets_every_kept_event_once_and_in_order(steps in proptest::collection::vec(step(), 0..200)) {
+                let bus = Bus::with_limits(5, u64::MAX);
+                bus.open("e", 0);
+                let readers = vec![(bus.live_reader(), false, Vec::new()); 3];
+                let mut model = Model { bus, stored: 0, readers };
+                for step in steps {
+                    match step {
+                        Step::Keep => {
+                            model.stored += 1;
+                            keep(&model.bus, model.stored);
+                        }
+                        Step::Transient => model.bus.publish("t", &json!({})),
+                        Step::Foreign => model.stored += 1,
+                        Step::Read { who, frames, written } => model.read(who, frames, written),
+                        Step::Store { who, rows } => model.store(who, rows),
+                        Step::Back { who } => {
+                            let end = model.bus.end();
+                            let (reader, replaying, _) = &mut model.readers[who];
+                            reader.transient_from = end;
+                            *replaying = !model.bus.join(reader);
+                        }
+                    }
+                }
+                // Once all is quiet, everybody has everything that was published.
+                model.stored += 1;
+                keep(&model.bus, model.stored);
+                for who in 0..3 {
+                    for _ in 0..1000 {
+                        model.read(who, 100, 100);
+                        model.store(who, 100);
+                    }
+                    let wanted: Vec<EventId> = (1..=model.stored).collect();
+                    prop_assert_eq!(&model.readers[who].2, &wanted);
+                }
+            }
+        }
     }
 }
