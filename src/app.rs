@@ -132,7 +132,6 @@ impl App {
     }
 
     /// The dump, for SIGQUIT.
-    #[must_use]
     pub fn dump_page(&self) -> impl Fn() -> String + Send + Sync + 'static {
         let context = self.context.clone();
         move || page(&context)
