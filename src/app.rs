@@ -28,11 +28,18 @@ use crate::session::listener::KEEPS_UUIDS_KEY;
 use crate::session::pool::{self, Pool};
 use crate::session::recover::Leftovers;
 use crate::session::registry::Registry;
+use crate::threads::{Doing, doing};
 
 /// Workers beside the pool for routes that wait for a turn.
 const WAITING_WORKERS: usize = 16;
 /// After the drain, everything is over within this (WIRE, Command line).
 const LAST_LIMIT: Duration = Duration::from_secs(9);
+
+/// A server that was killed while it started an agent: the half-born child holds its lock until it becomes the agent.
+/// So long it may, which a supervisor's restart at once would meet …
+const LOCK_LIMIT: Duration = Duration::from_secs(5);
+/// … with looks this far apart: nothing tells that a lock is free but a call that would wait without a limit.
+const LOCK_STEP: Duration = Duration::from_millis(10);
 
 /// A running server.
 pub struct App {
@@ -170,9 +177,15 @@ fn lock_box(state_dir: &Path) -> Result<std::fs::File> {
         .truncate(false)
         .open(&path)
         .map_err(|e| Error::new(Code::BadField, format!("{}: {e}", path.display())))?;
-    if rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_err() {
+    let deadline = Instant::now() + LOCK_LIMIT;
+    while rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_err() {
         let holder = std::fs::read_to_string(&path).unwrap_or_default();
         let holder = holder.trim();
+        if !is_alive(holder) && Instant::now() < deadline {
+            let _at = doing(Doing::WaitTime);
+            std::thread::sleep(LOCK_STEP);
+            continue;
+        }
         let who = if holder.is_empty() { "another server".to_owned() } else { format!("the server with pid {holder}") };
         let box_dir = state_dir.parent().unwrap_or(state_dir);
         return Err(Error::new(Code::BadField, format!("box {} is served by {who}", box_dir.display())));
@@ -181,6 +194,12 @@ fn lock_box(state_dir: &Path) -> Result<std::fs::File> {
     file.rewind()?;
     writeln!(file, "{}", std::process::id())?;
     Ok(file)
+}
+
+/// A process that is not over; one that waits to be reaped holds nothing any more.
+fn is_alive(pid: &str) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
 fn program(agent: &AgentKind) -> Result<Vec<OsString>> {
@@ -291,4 +310,33 @@ fn page(context: &Context) -> String {
     let _ = writeln!(page, "journal: {stats:?}");
     let _ = writeln!(page, "bus: head {}", context.bus.head());
     page
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lock_of_a_dead_server_is_waited_for_and_that_of_a_living_one_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = lock_box(dir.path()).unwrap();
+        let refused = lock_box(dir.path()).unwrap_err();
+        assert!(refused.text().contains(&format!("pid {}", std::process::id())), "{}", refused.text());
+        // Its server died, and a child that was just being born still has the lock.
+        let mut dead = std::process::Command::new("true").spawn().unwrap();
+        dead.wait().unwrap();
+        std::fs::write(dir.path().join("server.lock"), format!("{}\n", dead.id())).unwrap();
+        let child = crate::threads::spawn(
+            crate::threads::Name::fixed("half-born"),
+            crate::threads::SMALL_STACK_BYTES,
+            crate::threads::OnPanic::Contain,
+            move || {
+                std::thread::sleep(Duration::from_millis(200));
+                drop(file);
+            },
+        )
+        .unwrap();
+        lock_box(dir.path()).unwrap();
+        assert!(child.join_within(LOCK_LIMIT));
+    }
 }
