@@ -40,6 +40,10 @@ const WAL_PAGES_IDLE: i32 = 512;
 const WAL_PAGES_MAX: i32 = 4096;
 /// So long without work is an idle moment.
 const IDLE: Duration = Duration::from_millis(50);
+/// Somebody sent a message so shortly ago: the next one may be on its way.
+const COMPANY_WITHIN: Duration = Duration::from_millis(20);
+/// Longest wait of the ledger for it.
+const COMPANY_MAX: Duration = Duration::from_millis(2);
 /// New work does not try a bad disk again sooner than this after the last try.
 const RETRY_GAP: Duration = Duration::from_millis(20);
 /// Pause after a checkpoint that failed …
@@ -116,6 +120,8 @@ pub(super) struct Times {
     /// The last try on a disk that was bad.
     tried: Instant,
     worked: Instant,
+    /// The last batch with a message.
+    accepted: Instant,
     looked: Instant,
     prune_at: Instant,
     prunes: u64,
@@ -137,6 +143,7 @@ impl Times {
         Self {
             tried: now,
             worked: now,
+            accepted: now,
             looked: now,
             prune_at: now,
             prunes: 0,
@@ -198,14 +205,17 @@ impl Writer {
     }
 
     /// Everything that waits, up to the bounds of a batch; and whether to close after it.
-    fn gather(&self, first: Job) -> (Vec<Job>, bool) {
+    fn gather(&mut self, first: Job) -> (Vec<Job>, bool) {
         let mut batch = Vec::new();
         let mut bytes = 0;
+        let mut has_message = false;
+        let mut company_until = None;
         let mut next = Some(first);
         while let Some(job) = next {
             match job {
                 Job::Accept { bytes: more, .. } => {
                     bytes += more;
+                    has_message = true;
                     batch.push(job);
                 }
                 Job::Unit { .. } => batch.push(job),
@@ -213,8 +223,26 @@ impl Writer {
                 Job::Close => return (batch, true),
             }
             next = if batch.len() < BATCH_MAX && bytes < BATCH_BYTES_MAX { self.jobs.try_recv().ok() } else { None };
+            if next.is_none() && !has_message && !batch.is_empty() {
+                let until = *company_until.get_or_insert_with(|| Instant::now() + self.company_wait());
+                next = self.jobs.recv_timeout(until.saturating_duration_since(Instant::now())).ok();
+            }
+        }
+        if has_message {
+            self.times.accepted = Instant::now();
         }
         (batch, false)
+    }
+
+    /// How long records of the ledger wait for a message to share their flush: while somebody is sending, half of what
+    /// the last commit took. Else a person's next message would come just behind the flush of the last one's dispatch
+    /// and wait for two.
+    fn company_wait(&self) -> Duration {
+        if self.times.accepted.elapsed() > COMPANY_WITHIN || !self.owed.is_empty() {
+            return Duration::ZERO;
+        }
+        let last = Duration::from_micros(self.shared.counters.commit_us.load(Ordering::Relaxed));
+        (last / 2).min(COMPANY_MAX)
     }
 
     fn until_due(&self) -> Duration {
