@@ -53,6 +53,7 @@ impl App {
     pub fn start(config: Config) -> Result<Self> {
         let state_dir = config.state_dir();
         let box_lock = lock_box(&state_dir)?;
+        clear_active_marks(&state_dir);
         std::fs::create_dir_all(&config.agent_home)
             .map_err(|e| Error::new(Code::BadField, format!("--agent-home {}: {e}", config.agent_home.display())))?;
         let token = match &config.token_file {
@@ -156,6 +157,27 @@ impl App {
     }
 }
 
+/// True once the process `pid` has ended, within the moment that a killed server takes to let go of its box.
+fn ends_soon(pid: &str) -> bool {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+    let Some(pid) = pid.parse().ok().and_then(Pid::from_raw) else { return true };
+    // No such process: it has let go already.
+    let Ok(fd) = pidfd_open(pid, PidfdFlags::empty()) else { return true };
+    let moment = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
+    matches!(poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&moment)), Ok(1))
+}
+
+/// Removes the marks of starts and runs that a dead server left behind.
+fn clear_active_marks(state_dir: &Path) {
+    for entry in std::fs::read_dir(state_dir).into_iter().flatten().flatten() {
+        if entry.file_name().to_string_lossy().starts_with("chat-active-") {
+            // Gone already is as good.
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
 /// One server for a box: an advisory lock that the kernel gives back whatever happens. Not inherited by agents.
 fn lock_box(state_dir: &Path) -> Result<std::fs::File> {
     let path = state_dir.join("server.lock");
@@ -166,8 +188,10 @@ fn lock_box(state_dir: &Path) -> Result<std::fs::File> {
         .truncate(false)
         .open(&path)
         .map_err(|e| Error::new(Code::BadField, format!("{}: {e}", path.display())))?;
-    if rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_err() {
-        let holder = std::fs::read_to_string(&path).unwrap_or_default();
+    let lock = || rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive);
+    let read_holder = || std::fs::read_to_string(&path).unwrap_or_default();
+    if lock().is_err() && !(ends_soon(read_holder().trim()) && lock().is_ok()) {
+        let holder = read_holder();
         let holder = holder.trim();
         let who = if holder.is_empty() { "another server".to_owned() } else { format!("the server with pid {holder}") };
         let box_dir = state_dir.parent().unwrap_or(state_dir);

@@ -99,6 +99,12 @@ pub enum Command {
         #[arg(long)]
         replace: bool,
     },
+    /// Print a link that logs a browser into a running box that has a token; good once.
+    Login {
+        /// The box of the running server.
+        #[arg(long = "box", value_name = "DIR", default_value = "./box", env = "BEEBOX_BOX")]
+        box_dir: PathBuf,
+    },
     /// Follow the events of a running box in the terminal.
     Tail {
         /// The box of the running server.

@@ -26,6 +26,7 @@ fn main() -> ExitCode {
         Some(Command::Serve(flags)) => serve(flags),
         Some(Command::Agent { args }) => std::process::exit(beebox_chatd::agent::embedded::main(args)),
         Some(Command::Token { file, replace }) => beebox_chatd::tools::token(&file, replace),
+        Some(Command::Login { box_dir }) => beebox_chatd::tools::login(&box_dir),
         Some(Command::Tail { box_dir, after }) => beebox_chatd::tools::tail(&box_dir, after.as_deref()),
         Some(Command::Send { box_dir, session, message }) => beebox_chatd::tools::send(&box_dir, &session, &message),
     };

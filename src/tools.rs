@@ -81,6 +81,24 @@ pub fn send(box_dir: &Path, session: &str, message: &str) -> Result<()> {
     Ok(())
 }
 
+/// Prints a link that logs a browser in, good once and for a short time.
+///
+/// # Errors
+/// No server, or one without a token.
+pub fn login(box_dir: &Path) -> Result<()> {
+    #[derive(serde::Deserialize)]
+    struct Link {
+        url: String,
+    }
+    let (status, mut reader) = ask(box_dir, "POST /login HTTP/1.1\r\n", b"{}")?;
+    let mut answer = String::new();
+    reader.read_to_string(&mut answer)?;
+    let link: Link = serde_json::from_str(&answer)
+        .map_err(|_| Error::internal(format!("the server answered {status}: {}", answer.trim())))?;
+    writeln!(std::io::stdout(), "{}", link.url)?;
+    Ok(())
+}
+
 /// Follows the events of a running box, one JSON object a line, until it goes down.
 ///
 /// # Errors
