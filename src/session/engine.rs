@@ -85,6 +85,14 @@ pub struct State {
     phase_told: (PhaseKind, usize),
 }
 
+impl State {
+    /// Its run may be closed to make room or because nobody used it: nothing is under way, owed or pinned.
+    #[must_use]
+    pub fn may_be_closed(&self) -> bool {
+        self.machine.is_evictable() && self.pins == 0 && self.tasks.is_empty()
+    }
+}
+
 /// One conversation.
 pub struct Session {
     /// What it works with.
@@ -152,6 +160,18 @@ impl Session {
         })
     }
 
+    /// It belongs to a thread of an outside channel.
+    #[must_use]
+    pub fn is_thread(&self) -> bool {
+        matches!(self.kind, Kind::Thread(_))
+    }
+
+    /// How its run is closed when nobody needs it, and when a person stops it.
+    #[must_use]
+    pub fn way_to_close(&self) -> Fact<Run> {
+        if self.is_thread() { Fact::Park } else { Fact::Stop }
+    }
+
     /// The lock. Lock order: after the registry's, before any leaf lock.
     pub fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock()
@@ -215,6 +235,7 @@ impl Session {
             }
         }
         let mut late = Vec::new();
+        let could_go = state.may_be_closed();
         let (effects, did) = state.machine.apply(fact);
         let mut todo: VecDeque<Effect<Run>> = effects.into();
         // A refused dispatch is a fact of its own; one fact follows another at most once, so this ends.
@@ -224,10 +245,17 @@ impl Session {
                 todo.extend(more);
             }
         }
-        if state.machine.current_turn().is_none() {
-            state.spare = None;
+        match &mut state.spare {
+            Some(_) if state.machine.current_turn().is_none() => state.spare = None,
+            // Requests that come again and again in one turn must not take the queue's places away from others.
+            Some(spare) => drop(spare.take(spare.count().saturating_sub(PLACES_PER_TURN))),
+            None => {}
         }
         self.tell_phase(state);
+        if !could_go && state.may_be_closed() {
+            // Somebody may wait for the live place of this one.
+            late.push(Late::Reconcile);
+        }
         self.changed.notify_all();
         (Pending(late), did)
     }
@@ -264,6 +292,10 @@ impl Session {
         }
         if now.0 != state.phase_told.0 {
             state.since_ms = clock::now_ms();
+        }
+        if now.0 == PhaseKind::Idle {
+            // What ran in the background of an agent ended with it.
+            state.tasks.clear();
         }
         state.phase_told = now;
         // Inside the lock, so that phases are told in their order; listeners of ours would want the lock.
@@ -344,6 +376,10 @@ impl Session {
                     self.owe(state, Unit { changes: vec![], events: vec![event] });
                 }
                 state.start_error = Some(error);
+                if !will_retry && matches!(self.kind, Kind::Thread(_)) {
+                    // Somebody waits for the answer, and the threads behind it wait too: answered as failed.
+                    return Some(Fact::Stop);
+                }
             }
             Effect::RetryIn(ms) => late.push(Late::RetryIn(ms)),
             Effect::Changed => {}

@@ -135,6 +135,8 @@ pub struct Registry {
     clock_changed: Condvar,
     look_ups: Mutex<Option<Sender<LookUp>>>,
     threads: Mutex<Vec<Thread>>,
+    /// Held while the two state files are written, so that an older state never replaces a newer one.
+    files: Mutex<()>,
 }
 
 impl Registry {
@@ -177,6 +179,7 @@ impl Registry {
             clock_changed: Condvar::new(),
             look_ups: Mutex::new(Some(to_look_up)),
             threads: Mutex::default(),
+            files: Mutex::new(()),
         });
         if context.registry.set(Arc::downgrade(&registry)).is_err() {
             return Err(Error::internal("a context has one registry"));
@@ -301,7 +304,8 @@ impl Registry {
                 let fresh = self.coin(Kind::Chat);
                 let id = fresh.id();
                 let mut map = self.sessions.lock();
-                if let Some(session) = map.main.as_ref().and_then(|m| map.by_id.get(m)).cloned() {
+                let met = map.main.as_ref().map(|m| Self::canonical(&map, m));
+                if let Some(session) = met.and_then(|m| map.by_id.get(&m)).cloned() {
                     return Ok(session);
                 }
                 map.main = Some(id.clone());
@@ -370,7 +374,9 @@ impl Registry {
     pub fn forget_main(&self, id: &SessionId) {
         let forgot = {
             let mut map = self.sessions.lock();
-            map.main.take_if(|m| m == id).is_some()
+            // The file may still have an older id of it.
+            let is_main = map.main.as_ref().is_some_and(|m| Self::canonical(&map, m) == *id);
+            is_main && map.main.take().is_some()
         };
         if forgot {
             self.write_files();
@@ -481,25 +487,25 @@ impl Registry {
         if map.draining {
             return None;
         }
-        let place = map.waiting.iter().position(|s| matches!(s.kind, Kind::Thread(_)));
-        let live_chats = map.live.iter().filter(|s| s.kind == Kind::Chat).count();
         // The pool's one run is beside the cap.
-        let at = match place {
-            Some(at) => at,
-            None if map.waiting.is_empty() => return None,
-            None if live_chats < self.context.config.live_max => 0,
-            None => {
-                // One that is going makes room already.
-                let going = map.live.iter().any(|s| {
-                    let state = s.state();
-                    state.machine.is_closing()
-                });
-                if going {
-                    return None;
-                }
-                return self.evict_one(&map);
+        for (is_thread, cap) in [(true, 1), (false, self.context.config.live_max)] {
+            let Some(at) = map.waiting.iter().position(|s| s.is_thread() == is_thread) else { continue };
+            if map.live.iter().filter(|s| s.is_thread() == is_thread).count() < cap {
+                return self.grant(&mut map, at);
             }
-        };
+            // One that is going makes room already.
+            let mut of_kind = map.live.iter().filter(|s| s.is_thread() == is_thread);
+            if of_kind.any(|s| s.state().machine.is_closing()) {
+                continue;
+            }
+            if let Some(evicted) = self.evict_one(&map, is_thread) {
+                return Some(evicted);
+            }
+        }
+        None
+    }
+
+    fn grant(&self, map: &mut Map, at: usize) -> Option<(Arc<Session>, Pending)> {
         let session = map.waiting.remove(at)?;
         let run = self.context.next_run();
         let mut state = session.state();
@@ -512,26 +518,25 @@ impl Registry {
         Some((session, pending))
     }
 
-    fn evict_one(&self, map: &Map) -> Option<(Arc<Session>, Pending)> {
+    fn evict_one(&self, map: &Map, is_thread: bool) -> Option<(Arc<Session>, Pending)> {
         let mut candidates: Vec<(UnixMs, &Arc<Session>)> = map
             .live
             .iter()
-            .filter(|s| s.kind == Kind::Chat)
+            .filter(|s| s.is_thread() == is_thread)
             .filter_map(|s| {
                 let state = s.state();
-                (state.machine.is_evictable() && state.pins == 0 && state.tasks.is_empty())
-                    .then_some((state.last_used_ms, s))
+                state.may_be_closed().then_some((state.last_used_ms, s))
             })
             .collect();
         candidates.sort_by_key(|(used, _)| *used);
         let session = candidates.first().map(|(_, s)| (*s).clone())?;
         let mut state = session.state();
-        // Looked at again: between two takings of its lock a message may have come.
-        if !state.machine.is_evictable() {
+        // Looked at again: between two takings of its lock a message may have come. Then the end of that turn asks anew.
+        if !state.may_be_closed() {
             return None;
         }
         log::info!("session {}: closed to make room", state.id);
-        let (pending, _) = session.apply_locked(&mut state, Fact::Stop, None);
+        let (pending, _) = session.apply_locked(&mut state, session.way_to_close(), None);
         drop(state);
         Some((session, pending))
     }
@@ -609,16 +614,16 @@ impl Registry {
         let mut todo = Vec::new();
         {
             let map = self.sessions.lock();
-            for session in map.live.iter().filter(|s| s.kind == Kind::Chat) {
+            for session in &map.live {
                 let mut state = session.state();
-                if !state.machine.is_evictable() || state.pins > 0 || !state.tasks.is_empty() {
+                if !state.may_be_closed() {
                     continue;
                 }
                 let idle_since = state.since_ms.max(state.last_used_ms);
                 let left = idle_since.saturating_add(limit_ms) - now;
                 if left <= 0 {
                     log::info!("session {}: closed after {} s without a turn", state.id, limit_ms / 1000);
-                    let (pending, _) = session.apply_locked(&mut state, Fact::Stop, None);
+                    let (pending, _) = session.apply_locked(&mut state, session.way_to_close(), None);
                     drop(state);
                     todo.push((session.clone(), pending));
                 } else {
@@ -635,6 +640,7 @@ impl Registry {
     // ---- files ----
 
     fn write_files(&self) {
+        let _alone = self.files.lock();
         let (main, history) = {
             let map = self.sessions.lock();
             let mut rows: Vec<_> = map.known.values().filter(|r| r.thread.is_none()).cloned().collect();
@@ -753,7 +759,6 @@ fn sweep_leftovers(context: &Context) {
 }
 
 fn look_up(job: &LookUp) {
-    let context = &job.session.context;
     let id = job.session.id();
     let ids: Vec<&str> =
         std::iter::once(job.turn.as_str()).chain(job.messages.iter().map(MessageUuid::as_str)).collect();
