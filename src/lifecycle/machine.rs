@@ -696,7 +696,7 @@ impl<R: RunRef> Machine<R> {
         if !was_starting && !self.is_current(run) {
             return Ok(());
         }
-        let asked = self.closing || self.stop_remembered || self.park_remembered;
+        let asked = self.closing || self.stop_remembered || self.park_remembered || self.draining;
         self.lifecycle.move_to(Phase::Idle)?;
         self.starting = None;
         self.closing = false;

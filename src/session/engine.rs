@@ -22,7 +22,7 @@ use crate::inbox::{self, Message};
 use crate::journal::{Change, KeptEvent, Places, SessionRow, Unit};
 use crate::lifecycle::PhaseKind;
 use crate::lifecycle::machine::{Did, Effect, EndHow, Fact, Machine, RunRef, Seen};
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sync::{Condvar, Held, Watched, WatchedGuard};
 
 /// Records a turn needs after it was dispatched, at most: marked as stopped, ended, features, agent gone.
 const PLACES_PER_TURN: usize = 4;
@@ -74,6 +74,8 @@ pub struct State {
     pub responses: Responses,
     /// Those found so far.
     pub given: Vec<String>,
+    /// The run that is being started, for the end of the server.
+    pub starting: Option<Run>,
     /// Why the last start failed, until one succeeds.
     pub start_error: Option<String>,
     /// The journal has a row of it.
@@ -100,8 +102,9 @@ pub struct Session {
     /// Which door it belongs to.
     pub kind: Kind,
     me: Weak<Session>,
+    first_id: SessionId,
     /// The lock called `state` in the table of `lib.rs`.
-    state: Mutex<State>,
+    state: Watched<State>,
     /// Waiters for the end of a turn; notified after every fact.
     changed: Condvar,
 }
@@ -111,6 +114,8 @@ enum Late {
     Reconcile,
     Start(RunNo, SessionId, bool),
     LookUp(TurnId, Vec<MessageUuid>),
+    Watch(PhaseKind, UnixMs),
+    ForgetFrames,
     RetryIn(u64),
     Features(String),
 }
@@ -134,7 +139,8 @@ impl Session {
             context,
             kind,
             me: me.clone(),
-            state: Mutex::new(State {
+            first_id: row.session.clone(),
+            state: Watched::new("state", State {
                 machine,
                 id: row.session.clone(),
                 since_ms: clock::now_ms(),
@@ -150,6 +156,7 @@ impl Session {
                 commits: 0,
                 responses: Responses::default(),
                 given: Vec::new(),
+                starting: None,
                 start_error: None,
                 row_kept: false,
                 end: None,
@@ -173,13 +180,22 @@ impl Session {
     }
 
     /// The lock. Lock order: after the registry's, before any leaf lock.
-    pub fn state(&self) -> MutexGuard<'_, State> {
+    pub fn state(&self) -> WatchedGuard<'_, State> {
         self.state.lock()
     }
 
-    /// The lock, if nobody holds it for long: for dumps.
-    pub fn try_state(&self) -> Option<MutexGuard<'_, State>> {
-        self.state.try_lock_for(std::time::Duration::from_millis(20))
+    /// The lock within `limit`, or who holds it: for dumps.
+    ///
+    /// # Errors
+    /// It is held; by whom, unless it was given back this moment.
+    pub fn try_state(&self, limit: std::time::Duration) -> std::result::Result<WatchedGuard<'_, State>, Option<Held>> {
+        self.state.try_lock_for(limit).ok_or_else(|| self.state.held())
+    }
+
+    /// The id it began with; needs no lock.
+    #[must_use]
+    pub fn first_id(&self) -> &SessionId {
+        &self.first_id
     }
 
     /// Condvar of the lock, notified after every fact.
@@ -251,7 +267,15 @@ impl Session {
             Some(spare) => drop(spare.take(spare.count().saturating_sub(PLACES_PER_TURN))),
             None => {}
         }
+        let was = state.phase_told.0;
         self.tell_phase(state);
+        let kind = state.phase_told.0;
+        if kind != was && matches!(kind, PhaseKind::Starting | PhaseKind::Stopping) {
+            late.push(Late::Watch(kind, state.since_ms));
+        }
+        if kind != PhaseKind::Starting {
+            state.starting = None;
+        }
         if !could_go && state.may_be_closed() {
             // Somebody may wait for the live place of this one.
             late.push(Late::Reconcile);
@@ -273,6 +297,16 @@ impl Session {
                 Late::LookUp(turn, messages) => {
                     if let Some(registry) = self.context.registry() {
                         registry.look_up(self, turn, messages);
+                    }
+                }
+                Late::ForgetFrames => {
+                    if let Some(registry) = self.context.registry() {
+                        registry.forget_frames_later(self);
+                    }
+                }
+                Late::Watch(kind, since_ms) => {
+                    if let Some(registry) = self.context.registry() {
+                        registry.watch_phase(self, kind, since_ms);
                     }
                 }
                 Late::RetryIn(ms) => {
@@ -341,6 +375,7 @@ impl Session {
                     failed_event(&state.id, &turn, &[], "the agent ended in the middle of a turn of its own", false)
                 };
                 self.context.turns.end(&turn, None);
+                late.push(Late::ForgetFrames);
                 self.owe(state, Unit { changes: vec![], events: vec![event] });
                 if with_result {
                     late.push(Late::Features(std::mem::take(&mut state.said)));
@@ -549,6 +584,7 @@ impl Session {
             }));
         }
         self.context.turns.end(&turn, error);
+        late.push(Late::ForgetFrames);
         self.owe(state, Unit { changes, events });
     }
 
@@ -568,10 +604,19 @@ impl Session {
             env: self.context.agent_env.clone(),
             agent_mark: super::recover::mark(&self.context.config.box_dir, &id),
         };
-        if let Err(e) = Run::start(spec, Arc::new(Listener::new(self.clone(), run))) {
-            // No thread to be had: as if the agent could not be started.
-            let error = Some(e.text().to_owned());
-            self.apply_reserved(Fact::RunEnded { run, spoke: false, error, hopeless: false });
+        match Run::start(spec, Arc::new(Listener::new(self.clone(), run))) {
+            Ok(handle) => {
+                let mut state = self.state.lock();
+                // It may be further than that already; then the machine has the handle.
+                if state.machine.phase().kind() == PhaseKind::Starting {
+                    state.starting = Some(handle);
+                }
+            }
+            Err(e) => {
+                // No thread to be had: as if the agent could not be started.
+                let error = Some(e.text().to_owned());
+                self.apply_reserved(Fact::RunEnded { run, spoke: false, error, hopeless: false });
+            }
         }
     }
 
@@ -618,7 +663,7 @@ impl Session {
         let _at = crate::threads::doing(crate::threads::Doing::WaitTurn);
         let mut state = self.state.lock();
         while !met(&state) {
-            if self.changed.wait_until(&mut state, deadline).timed_out() {
+            if state.wait_until(&self.changed, deadline) {
                 return met(&state);
             }
         }

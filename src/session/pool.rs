@@ -339,7 +339,7 @@ fn wait_for_answer(session: &Arc<Session>, message: &MessageUuid) -> Result<Answ
         let _at = doing(Doing::WaitTurn);
         let mut state = session.state();
         while state.commits == commits {
-            session.changed().wait(&mut state);
+            state.wait(session.changed());
         }
     }
 }

@@ -19,7 +19,7 @@ use crate::ids::{MessageUuid, SessionId, TurnId};
 use crate::journal::{Change, KeptEvent, Recovered, SessionRow, Unit};
 use crate::lifecycle::PhaseKind;
 use crate::lifecycle::machine::{Fact, Machine, OwedTurn};
-use crate::sync::{Condvar, Mutex, Sender, unbounded};
+use crate::sync::{Condvar, Held, Mutex, Sender, Watched, unbounded};
 use crate::threads::{self, Doing, Name, OnPanic, Thread, doing};
 
 /// File that keeps the box's own conversation.
@@ -94,6 +94,17 @@ struct Map {
 struct Timer {
     at: Instant,
     session: Weak<Session>,
+    what: Due,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Due {
+    /// A pause of the session is over.
+    Retry,
+    /// The frames of its turn were kept long enough.
+    Forget,
+    /// The session should have left this phase, entered then.
+    Left(PhaseKind, UnixMs),
 }
 
 impl PartialEq for Timer {
@@ -130,7 +141,9 @@ struct LookUp {
 pub struct Registry {
     context: Arc<Context>,
     /// The lock called `sessions` in the table of `lib.rs`.
-    sessions: Mutex<Map>,
+    sessions: Watched<Map>,
+    /// Every conversation object that lives, for dumps: beside the map, so that a stuck map hides none. A leaf lock.
+    all: Mutex<Vec<Weak<Session>>>,
     clock: Mutex<Clock>,
     clock_changed: Condvar,
     look_ups: Mutex<Option<Sender<LookUp>>>,
@@ -174,7 +187,8 @@ impl Registry {
         let (to_look_up, jobs) = unbounded::<LookUp>();
         let registry = Arc::new(Self {
             context: context.clone(),
-            sessions: Mutex::new(map),
+            all: Mutex::new(map.by_id.values().map(Arc::downgrade).collect()),
+            sessions: Watched::new("sessions", map),
             clock: Mutex::default(),
             clock_changed: Condvar::new(),
             look_ups: Mutex::new(Some(to_look_up)),
@@ -258,6 +272,7 @@ impl Registry {
             None => return Err(Error::new(Code::UnknownSession, format!("no conversation has the id {id}"))),
         };
         let session = make(&self.context, &row, Machine::default(), map.kept_features.get(&canonical));
+        self.list_for_dumps(&session);
         map.by_id.insert(canonical, session.clone());
         Ok(session)
     }
@@ -323,7 +338,9 @@ impl Registry {
             Kind::Thread(thread) => Some(thread.clone()),
         };
         let row = fresh_row(&SessionId::fresh(), thread);
-        make(&self.context, &row, Machine::default(), None)
+        let session = make(&self.context, &row, Machine::default(), None);
+        self.list_for_dumps(&session);
+        session
     }
 
     /// Puts a conversation on the map, before its first message is recorded.
@@ -442,11 +459,24 @@ impl Registry {
         rows
     }
 
-    /// Every conversation object, for the dump and the metrics; `None` when the lock is held too long.
+    /// Every conversation object, for dumps and metrics. Takes a lock that is never held for longer than a push.
     #[must_use]
-    pub fn try_all(&self) -> Option<Vec<Arc<Session>>> {
-        let map = self.sessions.try_lock_for(Duration::from_millis(100))?;
-        Some(map.by_id.values().cloned().collect())
+    pub fn all(&self) -> Vec<Arc<Session>> {
+        self.all.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Who holds the lock of the map now. Takes no lock.
+    #[must_use]
+    pub fn held(&self) -> Option<Held> {
+        self.sessions.held()
+    }
+
+    fn list_for_dumps(&self, session: &Arc<Session>) {
+        let mut all = self.all.lock();
+        if all.len() == all.capacity() {
+            all.retain(|s| s.strong_count() > 0);
+        }
+        all.push(Arc::downgrade(session));
     }
 
     // ---- live places ----
@@ -591,11 +621,28 @@ impl Registry {
 
     /// Reports [`Fact::RetryDue`] to the session after `ms` milliseconds.
     pub fn retry_in(&self, session: &Arc<Session>, ms: u64) {
-        self.clock
-            .lock()
-            .timers
-            .push(Timer { at: Instant::now() + Duration::from_millis(ms), session: Arc::downgrade(session) });
-        self.clock_changed.notify_all();
+        self.at(session, Duration::from_millis(ms), Due::Retry);
+    }
+
+    /// Has the frames of a turn that just ended forgotten in time.
+    pub fn forget_frames_later(&self, session: &Arc<Session>) {
+        self.at(session, super::turns::KEPT_AFTER_END, Due::Forget);
+    }
+
+    /// Has a dump logged if the session is still in the phase it entered at `since_ms` when `stuck-s` is over.
+    pub fn watch_phase(&self, session: &Arc<Session>, kind: PhaseKind, since_ms: UnixMs) {
+        self.at(session, Duration::from_secs(self.context.config.stuck_s), Due::Left(kind, since_ms));
+    }
+
+    fn at(&self, session: &Arc<Session>, after: Duration, what: Due) {
+        let at = Instant::now() + after;
+        let mut clock = self.clock.lock();
+        let is_next = clock.timers.peek().is_none_or(|next| at < next.at);
+        clock.timers.push(Timer { at, session: Arc::downgrade(session), what });
+        drop(clock);
+        if is_next {
+            self.clock_changed.notify_all();
+        }
     }
 
     /// Has the transcript searched for a turn, on the `recover` thread.
@@ -685,12 +732,17 @@ impl Registry {
             }
         }
         for session in &all {
-            let run = session.state().machine.phase().run().cloned();
+            let run = {
+                let state = session.state();
+                state.machine.phase().run().or(state.starting.as_ref()).cloned()
+            };
             if let Some(run) = run {
                 session.apply_reserved(Fact::Restart);
                 run.close();
             }
         }
+        // A start that waits for its hook goes on to see that its run is closed.
+        self.context.hooks.cancel();
         let last = Instant::now() + last_limit;
         let gone = wait_until_idle(&all, last.checked_sub(Duration::from_secs(1)).unwrap_or(last));
         let gone = gone || {
@@ -739,7 +791,7 @@ fn wait_until_idle(all: &[Arc<Session>], deadline: Instant) -> bool {
     all.iter().all(|session| {
         let mut state = session.state();
         while state.machine.phase().kind() != PhaseKind::Idle {
-            if session.changed().wait_until(&mut state, deadline).timed_out() {
+            if state.wait_until(session.changed(), deadline) {
                 return state.machine.phase().kind() == PhaseKind::Idle;
             }
         }
@@ -770,16 +822,38 @@ fn look_up(job: &LookUp) {
     job.session.apply_reserved(Fact::LookedUp(job.turn.clone(), seen));
 }
 
+fn tell_if_stuck(session: &Session, kind: PhaseKind, since_ms: UnixMs) {
+    let id = {
+        let state = session.state();
+        if state.machine.phase().kind() != kind || state.since_ms != since_ms {
+            return;
+        }
+        state.id.clone()
+    };
+    let s = session.context.config.stuck_s;
+    crate::dump::alarm(&format!("session {id} has been {} for more than {s} s", kind.word()));
+}
+
+/// Body of the thread `sweep`. Wakes at named times only: a pause that is over, a phase that should be left, the next
+/// session to close, frames to forget, and half the supervisor's watchdog time if it has one.
 fn sweep(registry: &Weak<Registry>) {
+    let watchdog = crate::tools::watchdog_interval();
     loop {
         let Some(registry) = registry.upgrade() else { return };
-        let idle_next = Instant::now() + registry.close_idle();
+        let now = Instant::now();
+        // Takes every lock a request takes: who comes by here serves.
+        let mut idle_next = now + registry.close_idle();
+        registry.context.turns.forget_ended();
+        if let Some(every) = watchdog {
+            crate::tools::notify_supervisor("WATCHDOG=1");
+            idle_next = idle_next.min(now + every);
+        }
         let mut due = Vec::new();
         {
             let mut clock = registry.clock.lock();
             let now = Instant::now();
             while clock.timers.peek().is_some_and(|t| t.at <= now) {
-                due.extend(clock.timers.pop().and_then(|t| t.session.upgrade()));
+                due.extend(clock.timers.pop().and_then(|t| Some((t.session.upgrade()?, t.what))));
             }
             if clock.going_down {
                 return;
@@ -790,8 +864,15 @@ fn sweep(registry: &Weak<Registry>) {
                 registry.clock_changed.wait_until(&mut clock, next);
             }
         }
-        for session in due {
-            session.apply(Fact::RetryDue);
+        for (session, what) in due {
+            match what {
+                Due::Retry => {
+                    session.apply(Fact::RetryDue);
+                }
+                Due::Left(kind, since_ms) => tell_if_stuck(&session, kind, since_ms),
+                // The next round does it.
+                Due::Forget => {}
+            }
         }
     }
 }

@@ -351,6 +351,8 @@ fn a_thread_message_unfinished_at_a_crash_is_told_as_failed_and_never_run_again(
     let repeat = thread_send(&server, "anna", text, Some("m-1"));
     assert_eq!((repeat.status, &repeat.json()["success"]), (200, &json!(false)), "{}", repeat.text());
     assert_eq!(answered(&server, "anna", &say("goes on"))["responses"], json!(["goes on"]));
+    events.wait_for("its turn", |f| f.event == "chat-message-dispatched");
+    events.wait_for("its end", |f| f.event == "chat-complete");
     assert_eq!(events.kept("chat-message-dispatched").len(), 1, "only the new message was dispatched");
 }
 
@@ -395,8 +397,9 @@ fn a_tag_in_the_answer_changes_a_feature_after_the_turn_is_over() {
     server.converse(&session, "next words");
     let raw = raw_transcript(&server, &session);
     assert!(raw.contains(r#"<chat-app narration=\"on\" prose=\"off\" />\nnext words"#), "the agent is told: {raw}");
-    let history = server.history(&session).to_string();
-    assert!(!history.to_lowercase().contains("chat-app"), "neither snapshot nor tag is shown: {history}");
+    let history = server.history(&session);
+    let shown = texts(&history, "assistant").join("|") + &texts(&history, "user")[1];
+    assert!(!shown.to_lowercase().contains("chat-app"), "neither snapshot nor tag is shown: {shown}");
 
     assert_eq!(server.terminate().code(), Some(0));
     server.restart();
@@ -601,4 +604,101 @@ fn requests_that_come_again_and_again_in_a_turn_leave_room_for_other_conversatio
         assert_eq!(answer.status, 200);
     }
     assert!(places() < 30, "{} places are held", places());
+}
+
+#[test]
+fn a_start_that_takes_too_long_is_logged_once_with_a_dump() {
+    let dir = tempfile::tempdir().unwrap();
+    let gate = dir.path().join("gate");
+    let hook = format!("while [ ! -e {} ]; do sleep 0.05; done", gate.display());
+    let server = Options::default().args(["--prepare", &hook, "--stuck-s", "1"]).start();
+    let mut events = server.follow();
+    let sent = server.send("new", "blocked");
+    let told = format!("session {} has been starting for more than 1 s", sent.session_id);
+    server.wait_until("the log", |s| s.stderr().contains("push: ").then_some(()));
+    assert_eq!(server.stderr().matches(&told).count(), 1, "{}", server.stderr());
+    assert!(server.stderr().contains("sweep"), "with the threads: {}", server.stderr());
+    std::fs::write(&gate, "").unwrap();
+    events.end_of_message(&sent.message_uuid);
+}
+
+#[test]
+fn a_dump_names_every_thread_and_session_and_shows_no_words_of_theirs() {
+    let mut server = Server::new();
+    let sent = server.send("new", "{{hang}} secret words");
+    wait_turn_began(&server, &sent.session_id);
+    answered(&server, "anna", &say("x"));
+    let page = server.get("/api/debug/threads").text();
+    for wanted in [sent.session_id.as_str(), "streaming", "last message", "of a thread", "gate", "journal", "waits for its agent"] {
+        assert!(page.contains(wanted), "{wanted} is missing in {page}");
+    }
+    assert!(page.contains("locks held for over 1000 ms: 0"), "{page}");
+    assert!(!page.contains("secret"), "{page}");
+    proc::signal(server.pid(), Signal::QUIT);
+    server.wait_until("the dump on stderr", |s| s.stderr().contains("locks held for over 1000 ms: 0").then_some(()));
+    assert!(server.is_running());
+}
+
+#[test]
+fn a_dump_is_answered_while_every_worker_is_busy() {
+    let server = Options::default().args(["--http-workers", "1"]).start();
+    let mut events = server.follow();
+    std::thread::scope(|scope| {
+        for n in 0..3 {
+            let server = &server;
+            scope.spawn(move || answered(server, &format!("t{n}"), "{{say=\"<chat-response>x</chat-response>\" deltas=20 delta_ms=100}}"));
+        }
+        events.wait_for("a turn", |f| f.event == "chat-message-dispatched");
+        server.wait_until("a dump of waiting threads", |s| {
+            let page = s.get("/api/debug/threads").text();
+            (page.contains("waits for a turn to end") && page.contains("waits for its place")).then_some(())
+        });
+    });
+}
+
+#[test]
+fn sighup_reads_the_token_file_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("token");
+    let write = |token: &str| {
+        use std::os::unix::fs::PermissionsExt as _;
+        std::fs::write(&file, token).unwrap();
+        std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
+    };
+    let (old, new) = ("a".repeat(40), "b".repeat(40));
+    write(&old);
+    let server = Options::default().args(["--token-file", file.to_str().unwrap()]).bearer(&old).start();
+    let status = |token: &str| server.client().bearer(token).get("/api/chat/sessions").unwrap().status;
+    assert_eq!((status(&old), status(&new)), (200, 401));
+    write("");
+    proc::signal(server.pid(), Signal::HUP);
+    server.wait_until("the bad file is told", |s| s.stderr().contains("the token stays as it was").then_some(()));
+    assert_eq!(status(&old), 200);
+    write(&new);
+    proc::signal(server.pid(), Signal::HUP);
+    server.wait_until("the new token", |_| (status(&new) == 200).then_some(()));
+    assert_eq!(status(&old), 401);
+}
+
+#[test]
+fn the_supervisor_hears_that_the_server_is_ready_lives_and_stops() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("notify");
+    let socket = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+    socket.set_read_timeout(Some(LIMIT)).unwrap();
+    let mut server = Options::default()
+        .env("NOTIFY_SOCKET", path.to_str().unwrap())
+        .env("WATCHDOG_USEC", "200000")
+        .start();
+    let mut heard = Vec::new();
+    let mut next = || {
+        let mut bytes = [0; 64];
+        let len = socket.recv(&mut bytes).expect("a word");
+        String::from_utf8(bytes[..len].to_vec()).unwrap()
+    };
+    while heard.iter().filter(|word| *word == "WATCHDOG=1").count() < 3 || !heard.contains(&"READY=1".to_owned()) {
+        heard.push(next());
+    }
+    assert_eq!(server.terminate().code(), Some(0));
+    while next() != "STOPPING=1" {}
 }
