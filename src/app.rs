@@ -135,7 +135,6 @@ impl App {
     }
 
     /// The dump, for SIGQUIT.
-    #[must_use]
     pub fn dump_page(&self) -> impl Fn() -> String + Send + Sync + 'static {
         let (context, push) = (self.context.clone(), self.push.clone());
         move || page(&context, &push)

@@ -16,7 +16,7 @@ pub const POINTS: &[&str] = &[
     "after_answer_before_spawn",  // run: the send was answered, the agent not started
     "after_spawn_before_stdin",   // run: the agent lives and got nothing
     "mid_stdin",                  // run: half a line is written to the agent
-    "after_stdin_before_line",    // embedded agent: the line is read, the transcript has nothing
+    "after_stdin_before_line",    // run: a whole line is written to the agent, its transcript may have nothing
     "mid_line",                   // embedded agent: half a line is in the transcript
     "before_result",              // embedded agent: all lines are there, no result said
     "after_result_before_ledger", // run: the result is read, the ledger does not know
@@ -44,9 +44,8 @@ fn parse(list: &str) -> Result<Vec<Armed>, String> {
     list.split(',')
         .filter(|part| !part.is_empty())
         .map(|part| {
-            let bad = || {
-                format!("BEEBOX_FAULT: `{part}` is not NAME, NAME:N or NAME=delay:MS with NAME one of {POINTS:?}")
-            };
+            let bad =
+                || format!("BEEBOX_FAULT: `{part}` is not NAME, NAME:N or NAME=delay:MS with NAME one of {POINTS:?}");
             let (name, what) = if let Some((name, ms)) = part.split_once("=delay:") {
                 (name, What::Delay(Duration::from_millis(ms.parse().map_err(|_| bad())?)))
             } else if let Some((name, n)) = part.split_once(':') {
@@ -77,10 +76,7 @@ fn armed() -> &'static [Armed] {
 /// Passes the point `name`.
 #[inline]
 pub fn point(name: &'static str) {
-    debug_assert!(
-        POINTS.contains(&name),
-        "{name} is missing in faults::POINTS"
-    );
+    debug_assert!(POINTS.contains(&name), "{name} is missing in faults::POINTS");
     let armed = armed();
     if !armed.is_empty() {
         pass(armed, name);
@@ -94,10 +90,7 @@ fn pass(armed: &[Armed], name: &str) {
             What::KillAt(n) => {
                 if fault.passes.fetch_add(1, Ordering::Relaxed) + 1 == n {
                     // Nothing may run after this: no destructor, no flush, no answer.
-                    let _ = rustix::process::kill_process(
-                        rustix::process::getpid(),
-                        rustix::process::Signal::KILL,
-                    );
+                    let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
                     std::process::abort();
                 }
             }
@@ -123,13 +116,7 @@ mod tests {
             ]
         );
         assert!(parse("").unwrap().is_empty());
-        for bad in [
-            "nowhere",
-            "mid_line:x",
-            "mid_line:0",
-            "mid_line=delay:",
-            "mid_line=hold:3",
-        ] {
+        for bad in ["nowhere", "mid_line:x", "mid_line:0", "mid_line=delay:", "mid_line=hold:3"] {
             assert!(parse(bad).is_err(), "{bad}");
         }
     }

@@ -292,8 +292,7 @@ impl<R: RunRef> Machine<R> {
     /// A session as the journal left it: a turn whose fate is open, and what waits behind it. Idle, whatever it was.
     #[must_use]
     pub fn recovered(owed: Option<OwedTurn>, queue: Vec<Arc<Message>>, alone: &[MessageUuid]) -> Self {
-        let mut machine = Self::default();
-        machine.owed = owed.map(|o| Owed {
+        let owed = owed.map(|o| Owed {
             turn: o.turn,
             members: o.members,
             deaths: o.deaths,
@@ -301,6 +300,7 @@ impl<R: RunRef> Machine<R> {
             unsure: true,
             asked: false,
         });
+        let mut machine = Self { owed, ..Self::default() };
         for message in queue {
             let alone = alone.contains(&message.uuid);
             machine.inbox.push_recorded(message, alone);

@@ -141,7 +141,13 @@ fn conflict(claim: &Claim) -> Error {
 /// First words of a message, for the list; `None` if it has no words.
 #[must_use]
 pub fn label_of(text: &str) -> Option<String> {
-    let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let shown = crate::transcript::record::shown_text(text);
+    // `<typed user="…">` and its like say who wrote, not what.
+    let shown = match shown.trim_start().strip_prefix('<').and_then(|rest| rest.split_once('>')) {
+        Some((tag, rest)) if ["typed", "speech", "external-input"].iter().any(|t| tag.starts_with(t)) => rest,
+        Some(_) | None => &shown,
+    };
+    let words = shown.split("</").next().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ");
     let label: String = words.chars().take(LABEL_CHARS).collect();
     (!label.is_empty()).then_some(label)
 }
@@ -416,6 +422,8 @@ mod tests {
     fn a_label_is_the_first_words_on_one_line_never_half_a_character() {
         assert_eq!(label_of("  \n "), None);
         assert_eq!(label_of("two\n\n words "), Some("two words".into()));
+        assert_eq!(label_of("<typed user=\"Ann\">buy milk</typed>"), Some("buy milk".into()));
+        assert_eq!(label_of("a < b and c > d"), Some("a < b and c > d".into()));
         let long = "ä".repeat(200);
         assert_eq!(label_of(&long).unwrap().chars().count(), LABEL_CHARS);
     }

@@ -15,7 +15,7 @@ use crate::archive::TailWatch;
 use crate::error::{Code, Result};
 use crate::ids::{RunNo, SessionId};
 use crate::journal::{Change, Unit};
-use crate::lifecycle::machine::Fact;
+use crate::lifecycle::machine::{Fact, Seen};
 use crate::sync::Mutex;
 
 /// Longest the prepare hook may take before it is ended and the start goes on.
@@ -173,6 +173,11 @@ impl RunListener for Listener {
             self.record(Change::SetState { key: KEEPS_UUIDS_KEY.into(), value: "true".into() });
         }
         true
+    }
+
+    fn is_lost(&self, _run: RunNo, end: &TurnEnd) -> bool {
+        // What the agent had already, and turns of its own, are not ours to send again.
+        end.ours && !end.had_it_already && matches!(self.session.seen(&[end.turn.as_str()]), Seen::Absent)
     }
 
     fn ended(&self, end: RunEnd) {

@@ -433,7 +433,8 @@ impl Registry {
         for row in map.known.values().filter(|r| r.thread.is_none()) {
             let entry =
                 rows.entry(row.session.clone()).or_insert_with(|| listed(row.session.clone(), None, row.last_used_ms));
-            if row.label.is_some() {
+            // First words of the transcript before first words sent through us: it may be older than the server.
+            if entry.label.is_none() {
                 entry.label.clone_from(&row.label);
             }
             let at = clock::rfc3339(row.last_used_ms);

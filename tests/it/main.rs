@@ -3,6 +3,7 @@
 
 mod agent_process; // harness: an agent driven line by line
 mod conversation; // a conversation with the embedded agent, through deaths and restarts
+mod crash; // random deaths at named points, judged by the checker
 mod embedded; // the embedded agent as a process
 mod gate; // the port: framing, times, load, who may talk
 mod harness; // the harness itself: what it promises to the tests below
