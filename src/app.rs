@@ -113,6 +113,13 @@ impl App {
             Arc::new(move |upgrade| to_push.adopt(upgrade)),
         )?;
         registry.resume();
+        {
+            let (context, push) = (Arc::downgrade(&context), Arc::downgrade(&push));
+            dump::set_page(Box::new(move || match (context.upgrade(), push.upgrade()) {
+                (Some(context), Some(push)) => page(&context, &push),
+                _ => dump::threads_page(),
+            }));
+        }
         Ok(Self { context, registry, push, server, gate, going_down, _box_lock: box_lock })
     }
 
@@ -130,8 +137,23 @@ impl App {
 
     /// The dump, for SIGQUIT.
     pub fn dump_page(&self) -> impl Fn() -> String + Send + Sync + 'static {
-        let context = self.context.clone();
-        move || page(&context)
+        let (context, push) = (self.context.clone(), self.push.clone());
+        move || page(&context, &push)
+    }
+
+    /// Reads the token file again, for SIGHUP; a file that cannot be read changes nothing and is logged.
+    #[must_use]
+    pub fn token_reader(&self) -> impl Fn() + Send + Sync + 'static {
+        let set = self.gate.token_setter();
+        let path = self.context.config.token_file.clone();
+        move || match path.as_deref().map(gate::token::read) {
+            Some(Ok(token)) => {
+                set(token);
+                log::warn!("SIGHUP: the token file was read again");
+            }
+            Some(Err(e)) => log::error!("SIGHUP: the token stays as it was: {}", e.text()),
+            None => log::warn!("SIGHUP: there is no --token-file to read again"),
+        }
     }
 
     /// Ends the server: takes no new message, lets turns finish for `--drain-s` unless `hurry` says no, closes runs,
@@ -247,9 +269,11 @@ impl Local for Rooms {
         }
         let mut phases = std::collections::BTreeMap::new();
         let mut queued = 0;
-        if let Some(all) = self.context.registry().and_then(|r| r.try_all()) {
-            for session in all {
-                if let Some(state) = session.try_state() {
+        let until = Instant::now() + PAGE_WAITS;
+        if let Some(registry) = self.context.registry() {
+            for session in registry.all() {
+                let limit = until.saturating_duration_since(Instant::now()).min(Duration::from_millis(20));
+                if let Ok(state) = session.try_state(limit) {
                     *phases.entry(state.machine.phase().kind()).or_insert(0u64) += 1;
                     queued += state.machine.queued();
                 }
@@ -262,7 +286,7 @@ impl Local for Rooms {
     }
 
     fn debug_threads(&self) -> String {
-        page(&self.context)
+        page(&self.context, &self.push)
     }
 }
 
@@ -274,18 +298,33 @@ fn numbers(debug: &str) -> impl Iterator<Item = (&str, u64)> {
     })
 }
 
-fn page(context: &Context) -> String {
+/// Longest the page waits for locks of sessions, in all: it is made on the gate's thread.
+const PAGE_WAITS: Duration = Duration::from_millis(100);
+/// A lock held longer than this is told.
+const HELD_TOLD_MS: u64 = 1_000;
+/// An agent in a turn that says nothing for so long is told as silent; it is never punished.
+const SILENT_MS: u64 = 60_000;
+
+fn page(context: &Context, push: &Push) -> String {
     let mut page = dump::threads_page();
-    let Some(all) = context.registry().and_then(|r| r.try_all()) else {
-        page.push_str("sessions: the registry's lock is held\n");
+    let Some(registry) = context.registry() else {
+        page.push_str("sessions: the server is being built or torn down\n");
         return page;
     };
+    let mut held: Vec<_> = registry.held().map(|held| ("sessions".to_owned(), held)).into_iter().collect();
+    let all = registry.all();
     let _ = writeln!(page, "sessions: {}", all.len());
     let now = crate::clock::now_ms();
+    let until = Instant::now() + PAGE_WAITS;
     for session in all {
-        let Some(state) = session.try_state() else {
-            page.push_str("  a session's lock is held\n");
-            continue;
+        let limit = until.saturating_duration_since(Instant::now()).min(Duration::from_millis(20));
+        let state = match session.try_state(limit) {
+            Ok(state) => state,
+            Err(holder) => {
+                let _ = writeln!(page, "  {} (its first id): its lock is held", session.first_id());
+                held.extend(holder.map(|held| (format!("state of {}", session.first_id()), held)));
+                continue;
+            }
         };
         let phase = state.machine.phase();
         let _ = write!(
@@ -296,19 +335,42 @@ fn page(context: &Context) -> String {
             now - state.since_ms,
             state.machine.queued()
         );
+        if session.is_thread() {
+            page.push_str("  of a thread");
+        }
+        if state.machine.is_closing() {
+            page.push_str("  closing");
+        }
         if let Some(turn) = state.machine.current_turn() {
             let _ = write!(page, "  turn {turn}");
         }
+        if !state.tasks.is_empty() {
+            let _ = write!(page, "  background tasks {}", state.tasks.len());
+        }
         if let Some(run) = phase.run() {
             let _ = write!(page, "  {} pid {}", run.no(), run.pid().unwrap_or(0));
-            if let Some(age) = run.last_message_age_ms() {
-                let _ = write!(page, "  last message {age} ms ago");
+            match run.last_message_age_ms() {
+                None => page.push_str("  said nothing yet"),
+                Some(age) if age >= SILENT_MS && phase.is_busy() => {
+                    let _ = write!(page, "  no message for {} min", age / 60_000);
+                }
+                Some(age) => {
+                    let _ = write!(page, "  last message {age} ms ago");
+                }
             }
         }
         page.push('\n');
     }
+    held.retain(|(_, held)| held.for_ms >= HELD_TOLD_MS);
+    let _ = writeln!(page, "locks held for over {HELD_TOLD_MS} ms: {}", held.len());
+    let names = crate::threads::table().0;
+    for (lock, held) in held {
+        let name = names.iter().find(|row| row.tid == held.tid).map_or("an unlisted thread", |row| row.name.as_str());
+        let _ = writeln!(page, "  {lock}: by {name} (tid {}) for {} ms", held.tid, held.for_ms);
+    }
     let stats = context.journal.stats();
     let _ = writeln!(page, "journal: {stats:?}");
     let _ = writeln!(page, "bus: head {}", context.bus.head());
+    let _ = writeln!(page, "push: {:?}", push.stats());
     page
 }

@@ -53,7 +53,7 @@ fn serve(flags: ServeFlags) -> Result<()> {
     let app = App::start(config)?;
     let asked = Arc::new(AtomicUsize::new(0));
     let (down, wait_for_down) = beebox_chatd::sync::bounded::<()>(1);
-    watch_signals(signals, app.dump_page(), asked.clone(), down)?;
+    watch_signals(signals, app.dump_page(), app.token_reader(), asked.clone(), down)?;
 
     let address = app.address();
     let mut out = std::io::stdout();
@@ -77,6 +77,7 @@ fn serve(flags: ServeFlags) -> Result<()> {
 fn watch_signals(
     mut signals: signal_hook::iterator::Signals,
     dump: impl Fn() -> String + Send + 'static,
+    read_token: impl Fn() + Send + 'static,
     asked: Arc<AtomicUsize>,
     down: beebox_chatd::sync::Sender<()>,
 ) -> Result<()> {
@@ -87,7 +88,7 @@ fn watch_signals(
                 SIGQUIT => {
                     let _ = std::io::stderr().write_all(dump().as_bytes());
                 }
-                SIGHUP => log::info!("SIGHUP: the token file is read again at the next request"),
+                SIGHUP => read_token(),
                 _ => {
                     asked.fetch_add(1, Ordering::Relaxed);
                     let _ = down.try_send(());

@@ -102,6 +102,8 @@ doing! {
     WaitTurn = "waits for a turn to end",
     /// A thread message that waits for its place in the pool.
     WaitPlace = "waits for its place",
+    /// A lock that another thread holds.
+    WaitLock = "waits for a lock",
     /// The disk.
     ReadFile = "reads a file",
     /// A timer.
@@ -142,9 +144,15 @@ thread_local! {
 }
 
 /// Milliseconds on the monotonic clock, from the first call of this process.
-fn monotonic_ms() -> u64 {
+pub(crate) fn monotonic_ms() -> u64 {
     static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
     u64::try_from(START.get_or_init(Instant::now).elapsed().as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Kernel id of the calling thread; 0 if it is not in the table.
+#[must_use]
+pub fn my_tid() -> u64 {
+    MINE.get().map_or(0, |at| TABLE[at].tid.load(Ordering::Relaxed))
 }
 
 /// Takes a slot for the calling thread until dropped.

@@ -122,6 +122,7 @@ fn strange_lines_show_what_can_be_shown_and_never_hide_their_neighbours() {
         ("more plumbing", with(r#""<command-name>/x</command-name>\n <command-args></command-args>""#).into(), &[], 0),
         ("words of ours", with(r#""<chat-app box=\"1\"><a/></chat-app>""#).into(), &[], 0),
         ("words of ours among others", with(r#""Hi <chat-app feature=\"a\" value=\"b\"/>there""#).into(), &["Hi there"], 0),
+        ("a tag in other letters", with(r#""x <Chat-App a=\"b\" /> <CHAT-APP>y</chat-APP> z""#).into(), &["x   z"], 0),
         ("an unfinished tag", with(r#""x <chat-app y""#).into(), &["x <chat-app y"], 0),
         ("blank words", with(r#""  \n ""#).into(), &[], 0),
     ];

@@ -9,6 +9,7 @@ mod gate; // the port: framing, times, load, who may talk
 mod harness; // the harness itself: what it promises to the tests below
 mod input; // what bad input gets, on every route
 mod load; // the load tool from outside
+mod many; // many conversations: live places, threads, flags, frames, many servers, the ends of one
 mod push; // the live event stream over real sockets
 mod run; // a run of the library with the embedded agent, no server around it
 mod support; // a server on a box of its own, clients, and waits that explain themselves

@@ -250,6 +250,7 @@ impl Core {
                             "the answer ended early",
                             false,
                         ),
+                        Note::Token(token) => self.parts.guard.set_token(token),
                         Note::Shutdown(until) => self.drain(until),
                     }
                 }

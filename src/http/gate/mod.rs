@@ -196,6 +196,12 @@ impl Gate {
         self.address
     }
 
+    /// Changes the token; open streams go on, every request from now on needs the new one.
+    pub fn token_setter(&self) -> impl Fn(Token) + Send + Sync + 'static {
+        let notes = Arc::clone(&self.notes);
+        move |token| notes.leave(Note::Token(token))
+    }
+
     /// Its numbers.
     #[must_use]
     pub fn metrics(&self) -> &Arc<Metrics> {
