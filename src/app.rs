@@ -21,7 +21,7 @@ use crate::http::gate::notes::Notes;
 use crate::http::gate::{self, Gate, GateConfig, Local};
 use crate::http::handlers::Handlers;
 use crate::http::server::{self, Server, ServerConfig};
-use crate::journal::{Journal, JournalOptions};
+use crate::journal::{Faults, Journal, JournalOptions};
 use crate::push::{self, Push, PushLimits};
 use crate::session::Context;
 use crate::session::listener::KEEPS_UUIDS_KEY;
@@ -62,7 +62,11 @@ impl App {
         };
 
         let bus = Arc::new(Bus::unopened());
-        let (journal, recovered) = Journal::open(&state_dir, JournalOptions::default(), bus.clone())?;
+        let (journal, recovered) = Journal::open(
+            &state_dir,
+            JournalOptions { faults: Faults::from_env(), ..JournalOptions::default() },
+            bus.clone(),
+        )?;
         bus.open(recovered.epoch.clone(), recovered.head);
 
         let archive = Arc::new(Archive::new(&config.agent_home, &config.box_dir));

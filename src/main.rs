@@ -11,7 +11,7 @@ use beebox_chatd::config::{Cli, Command, ServeFlags};
 use beebox_chatd::error::{Code, Error, Result};
 use beebox_chatd::threads::{self, Doing, Name, OnPanic};
 use clap::Parser as _;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGXFSZ};
 
 fn main() -> ExitCode {
     let mut args = std::env::args_os();
@@ -49,6 +49,8 @@ fn serve(flags: ServeFlags) -> Result<()> {
     }
     // Before any thread exists, so that a signal during the start is not lost.
     let signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT, SIGQUIT, SIGHUP])?;
+    // A limit on file sizes is a full disk, which is answered; by default the kernel would end the program.
+    signal_hook::flag::register(SIGXFSZ, Arc::default())?;
     let token_file = config.token_file.clone();
     let app = App::start(config)?;
     let asked = Arc::new(AtomicUsize::new(0));

@@ -132,6 +132,7 @@ impl Pump {
         if self.shared.is_closed() {
             return Ok(());
         }
+        crate::faults::point("after_answer_before_spawn");
         let agent = {
             let _at = doing(Doing::Spawn);
             Agent::spawn(&self.spec)?

@@ -498,6 +498,7 @@ impl Session {
             event: "chat-message-dispatched",
             data: json!({"sessionId": state.id, "turnId": turn, "messageUuids": uuids}),
         };
+        let early = crate::faults::planted("dispatch_before_commit").then(|| Fact::Dispatched(turn.clone()));
         let change = Change::Dispatch { session: state.id.clone(), turn: turn.clone(), members: uuids, attempt };
         let session: Weak<Self> = Arc::downgrade(self);
         self.context.journal.submit(
@@ -506,6 +507,7 @@ impl Session {
             Box::new(move |done| {
                 let Some(session) = session.upgrade() else { return };
                 match done {
+                    Ok(_) if crate::faults::planted("dispatch_before_commit") => {}
                     Ok(_) => {
                         session.apply(Fact::Dispatched(turn));
                     }
@@ -516,7 +518,7 @@ impl Session {
                 }
             }),
         );
-        None
+        early
     }
 
     fn record_end(&self, state: &mut State, turn: TurnId, members: &[Arc<Message>], how: EndHow, late: &mut Vec<Late>) {

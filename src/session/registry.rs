@@ -162,7 +162,10 @@ impl Registry {
         map.known = recovered.sessions.into_iter().map(|row| (row.session.clone(), row)).collect();
         map.kept_features = recovered.features.into_iter().collect();
         map.main = read_main(&context);
-        for owed in recovered.owed {
+        for mut owed in recovered.owed {
+            if crate::faults::planted("remerge_at_recovery") {
+                remerge(&context, &mut owed);
+            }
             if owed.turn.is_none() && owed.queue.is_empty() {
                 continue;
             }
@@ -786,6 +789,16 @@ fn tell_failed(context: &Context, session: &SessionId, messages: Vec<MessageUuid
         Ok(place) => context.journal.owe(Unit { changes, events: vec![event] }, place, Box::new(|_| ())),
         Err(e) => log::error!("session {session}: unanswered messages of a thread are not told: {e}"),
     }
+}
+
+/// The planted fault: what was dispatched goes back to the front of the queue, and no transcript is looked at.
+fn remerge(context: &Context, owed: &mut crate::journal::Owed) {
+    let Some(turn) = owed.turn.take() else { return };
+    let changes = vec![Change::Recall { turn: turn.turn.clone() }, Change::Split { turn: turn.turn }];
+    if let Ok(place) = context.journal.reserve_for_outcome(1) {
+        context.journal.owe(Unit { changes, events: vec![] }, place, Box::new(|_| ()));
+    }
+    owed.queue.splice(0..0, turn.members);
 }
 
 fn wait_until_idle(all: &[Arc<Session>], deadline: Instant) -> bool {

@@ -123,6 +123,7 @@ impl Pump {
                 if self.exit.is_some() && self.listener.is_lost(self.spec.run, &gate.end) {
                     log::warn!("{}: the agent took the end of turn {} with it", self.spec.run, gate.end.turn);
                 } else {
+                    crate::faults::point("after_result_before_ledger");
                     self.listener.fact(self.spec.run, RunFact::TurnEnded(gate.end));
                 }
             }
