@@ -34,7 +34,7 @@
 //! | [`journal`], [`bus`], [`push`] | what is durable, what is live, and who hears it |
 //! | [`transcript`], [`archive`] | PURE reading of transcripts; their files, indexes, photos |
 //! | [`http`] | gate, pool, URL map, guard, handlers, replies |
-//! | [`app`], [`threads`], [`dump`], [`faults`], [`tools`] | the frame of the house |
+//! | [`app`], [`threads`], [`dump`], [`faults`], [`supervisor`], [`tools`] | the frame of the house |
 //! | [`web`], [`load`] | the page; scripted clients and the checker |
 //!
 //! ## Threads
@@ -134,6 +134,7 @@ pub mod lifecycle;
 pub mod load;
 pub mod push;
 pub mod session;
+pub mod supervisor;
 pub mod sync;
 pub mod threads;
 pub mod tools;

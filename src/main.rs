@@ -61,7 +61,7 @@ fn serve(flags: ServeFlags) -> Result<()> {
     let mut out = std::io::stdout();
     writeln!(out, "listening on http://{address}")?;
     out.flush()?;
-    beebox_chatd::tools::notify_supervisor("READY=1");
+    beebox_chatd::supervisor::notify("READY=1");
     if token_file.is_some() {
         log::info!("every route but /healthz needs the bearer token");
     }
@@ -71,7 +71,7 @@ fn serve(flags: ServeFlags) -> Result<()> {
         // The sender lives in the signals thread: a disconnect would be its panic, and then we go down too.
         let _ = wait_for_down.recv();
     }
-    beebox_chatd::tools::notify_supervisor("STOPPING=1");
+    beebox_chatd::supervisor::notify("STOPPING=1");
     let hurry = move || asked.load(Ordering::Relaxed) > 1;
     if app.shut_down(&hurry) { Ok(()) } else { Err(Error::internal("not everything ended in time")) }
 }

@@ -1,9 +1,8 @@
-//! The small commands beside the server: `token`, `tail`, `send`, and the word to a supervisor. They speak to a running
+//! The small commands beside the server: `token`, `login`, `tail`, `send`. They speak to a running
 //! server over `chat.sock`, like any other client. Rule a change could break: no token is ever printed.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
-use std::os::linux::net::SocketAddrExt as _;
-use std::os::unix::net::{SocketAddr, UnixDatagram, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use serde_json::json;
@@ -126,17 +125,4 @@ pub fn watchdog_interval() -> Option<std::time::Duration> {
     let meant = std::env::var("WATCHDOG_PID").ok().is_none_or(|pid| pid.parse() == Ok(std::process::id()));
     let every_us: u64 = std::env::var("WATCHDOG_USEC").ok()?.parse().ok().filter(|us| *us > 0)?;
     meant.then(|| std::time::Duration::from_micros(every_us / 2))
-}
-
-/// Tells systemd (or what stands in for it) how the server is, if it asked by `NOTIFY_SOCKET`.
-pub fn notify_supervisor(word: &str) {
-    let Some(path) = std::env::var("NOTIFY_SOCKET").ok().filter(|p| !p.is_empty()) else { return };
-    let address = match path.strip_prefix('@') {
-        Some(name) => SocketAddr::from_abstract_name(name),
-        None => SocketAddr::from_pathname(&path),
-    };
-    let sent = address.and_then(|to| UnixDatagram::unbound()?.send_to_addr(word.as_bytes(), &to));
-    if let Err(e) = sent {
-        log::warn!("NOTIFY_SOCKET: {e}");
-    }
 }

@@ -859,7 +859,7 @@ fn sweep(registry: &Weak<Registry>) {
         let mut idle_next = now + registry.close_idle();
         registry.context.turns.forget_ended();
         if let Some(every) = watchdog {
-            crate::tools::notify_supervisor("WATCHDOG=1");
+            crate::supervisor::notify("WATCHDOG=1");
             idle_next = idle_next.min(now + every);
         }
         let mut due = Vec::new();
