@@ -531,6 +531,7 @@ impl Session {
             box_dir: self.context.config.box_dir.clone(),
             env: self.context.agent_env.clone(),
             agent_mark: super::recover::mark(&self.context.config.box_dir, &id),
+            allow_tools: self.context.config.allow_tools,
         };
         if let Err(e) = Run::start(spec, Arc::new(Listener::new(self.clone(), run))) {
             // No thread to be had: as if the agent could not be started.
