@@ -605,6 +605,7 @@ impl Session {
             box_dir: self.context.config.box_dir.clone(),
             env: self.context.agent_env.clone(),
             agent_mark: super::recover::mark(&self.context.config.box_dir, &id),
+            allow_tools: self.context.config.allow_tools,
         };
         match Run::start(spec, Arc::new(Listener::new(self.clone(), run))) {
             Ok(handle) => {
