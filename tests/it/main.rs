@@ -13,6 +13,7 @@ mod load; // the load tool from outside
 mod many; // many conversations: live places, threads, flags, frames, many servers, the ends of one
 mod push; // the live event stream over real sockets
 mod run; // a run of the library with the embedded agent, no server around it
+mod send; // acceptance at its edges: other writers, a bad disk, races with the end of a turn
 mod support; // a server on a box of its own, clients, and waits that explain themselves
 mod tidy; // the rules of the house, read off its source
 mod transcripts; // what the real agent wrote, read over the port
