@@ -92,7 +92,7 @@ fn pure_rooms_touch_no_file_socket_process_thread_lock_or_clock() {
     ];
     let pure = |file: &str| {
         ["transcript/", "lifecycle/"].iter().any(|dir| file.starts_with(dir))
-            || ["inbox.rs", "ids.rs", "agent/wire.rs", "agent/adapt.rs", "agent/content.rs", "agent/turns.rs", "agent/scrub.rs",
+            || ["inbox.rs", "agent/wire.rs", "agent/adapt.rs", "agent/content.rs", "agent/turns.rs", "agent/scrub.rs",
                 "http/route.rs", "http/guard.rs", "session/features.rs", "session/thread.rs"]
                 .contains(&file)
     };
