@@ -6,8 +6,16 @@ use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-pub use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, TrySendError, bounded, unbounded};
+#[cfg(feature = "model")]
+pub mod model;
+
+pub use crossbeam_channel::{RecvTimeoutError, TryRecvError, TrySendError};
+#[cfg(not(feature = "model"))]
+pub use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+#[cfg(not(feature = "model"))]
 pub use parking_lot::{Condvar, Mutex, MutexGuard};
+#[cfg(feature = "model")]
+pub use self::model::{Condvar, Mutex, MutexGuard, Receiver, Sender, bounded, unbounded};
 
 use crate::threads::{self, Doing, doing};
 

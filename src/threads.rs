@@ -254,6 +254,30 @@ pub fn spawn(
     body: impl FnOnce() + Send + 'static,
 ) -> std::io::Result<Thread> {
     let (alive, ended) = bounded::<()>(0);
+    #[cfg(feature = "model")]
+    {
+        // Threads of the checker: in no table, and a panic fails the schedule.
+        let _ = (stack_bytes, on_panic);
+        shuttle::thread::spawn(move || {
+            let _alive = alive;
+            body();
+        });
+        Ok(Thread { name, ended })
+    }
+    #[cfg(not(feature = "model"))]
+    spawn_listed(name, stack_bytes, on_panic, alive, body)?;
+    #[cfg(not(feature = "model"))]
+    Ok(Thread { name, ended })
+}
+
+#[cfg(not(feature = "model"))]
+fn spawn_listed(
+    name: Name,
+    stack_bytes: usize,
+    on_panic: OnPanic,
+    alive: crate::sync::Sender<()>,
+    body: impl FnOnce() + Send + 'static,
+) -> std::io::Result<()> {
     #[expect(clippy::disallowed_methods, reason = "this is the one place that spawns")]
     std::thread::Builder::new().name(name.as_str().to_owned()).stack_size(stack_bytes).spawn(move || {
         let _alive = alive;
@@ -268,7 +292,7 @@ pub fn spawn(
             }
         }
     })?;
-    Ok(Thread { name, ended })
+    Ok(())
 }
 
 /// Lists the calling thread (main, or one a library made) under `name` for as long as the process lives.

@@ -7,6 +7,8 @@
 
 mod end;
 mod handle;
+#[cfg(feature = "model")]
+mod model;
 mod told;
 
 use std::collections::{BTreeMap, VecDeque};

@@ -580,6 +580,12 @@ impl<R: RunRef> Machine<R> {
                     self.begin_turn(out);
                 }
             }
+            #[cfg(feature = "model")]
+            Phase::Streaming { .. }
+                if self.has_work() && crate::model::is_planted(crate::model::Planted::DrainBeforeReady) =>
+            {
+                self.begin_turn(out);
+            }
             Phase::Starting | Phase::Streaming { .. } | Phase::Stopping { .. } => {}
         }
         Ok(())

@@ -183,6 +183,11 @@ impl Pool {
         line.next_ticket += 1;
         line.waiting.push_back(ticket);
         let turnstile = Turnstile { pool: self, ticket };
+        #[cfg(feature = "model")]
+        if crate::model::is_planted(crate::model::Planted::ParkWithoutWaiting) {
+            drop(line);
+            return Ok(turnstile);
+        }
         while line.waiting.front() != Some(&ticket) {
             let _at = doing(Doing::WaitPlace);
             if self.moved.wait_until(&mut line, deadline).timed_out() && line.waiting.front() != Some(&ticket) {
@@ -213,7 +218,12 @@ impl Pool {
             let record = line.records.get(&message.thread);
             (line.active.clone(), record.and_then(|r| r.session_for(now)).cloned())
         };
+        #[cfg(feature = "model")]
+        let waits = !crate::model::is_planted(crate::model::Planted::ParkWithoutWaiting);
+        #[cfg(not(feature = "model"))]
+        let waits = true;
         if let Some(active) = &active
+            && waits
             && !active.wait_until_settled(deadline)
         {
             return Err(self.busy());

@@ -1,8 +1,8 @@
 //! The tests from outside, one binary.
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests fail loudly")]
 
-mod agents; // agents behind the server: starts, stops, what is left, what a failed start says
 mod agent_process; // harness: an agent driven line by line
+mod agents; // agents behind the server: starts, stops, what is left, what a failed start says
 mod conversation; // a conversation with the embedded agent, through deaths and restarts
 mod crash; // random deaths at named points, judged by the checker
 mod embedded; // the embedded agent as a process
