@@ -245,7 +245,8 @@ fn make_box(dir: &Path) -> Result<PathBuf> {
     let dir_canonical = dir.canonicalize().map_err(|e| cannot(dir, e))?;
     let state = dir_canonical.join(".beebox");
     std::fs::create_dir_all(&state).map_err(|e| cannot(&state, e))?;
-    let probe = state.join("writable");
+    // Named by us: of several servers started at once each has its own.
+    let probe = state.join(format!("writable-{}", std::process::id()));
     std::fs::write(&probe, b"").and_then(|()| std::fs::remove_file(&probe)).map_err(|e| cannot(&state, e))?;
     Ok(dir_canonical)
 }

@@ -54,6 +54,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("journal", &["bus", "faults", "inbox"]),
     ("lifecycle", &["inbox"]),
     ("load", &[]),
+    ("model", &["agent", "archive", "bus", "config", "inbox", "journal", "lifecycle", "session"]),
     ("push", &["bus"]),
     ("session", &["agent", "archive", "bus", "config", "faults", "inbox", "journal", "lifecycle", "transcript"]),
     ("tools", &["http"]),
