@@ -21,7 +21,7 @@ use crate::http::gate::notes::Notes;
 use crate::http::gate::{self, Gate, GateConfig, Local};
 use crate::http::handlers::Handlers;
 use crate::http::server::{self, Server, ServerConfig};
-use crate::journal::{Journal, JournalOptions};
+use crate::journal::{Faults, Journal, JournalOptions};
 use crate::push::{self, Push, PushLimits};
 use crate::session::Context;
 use crate::session::listener::KEEPS_UUIDS_KEY;
@@ -53,6 +53,7 @@ impl App {
     pub fn start(config: Config) -> Result<Self> {
         let state_dir = config.state_dir();
         let box_lock = lock_box(&state_dir)?;
+        clear_active_marks(&state_dir);
         std::fs::create_dir_all(&config.agent_home)
             .map_err(|e| Error::new(Code::BadField, format!("--agent-home {}: {e}", config.agent_home.display())))?;
         let token = match &config.token_file {
@@ -61,7 +62,11 @@ impl App {
         };
 
         let bus = Arc::new(Bus::unopened());
-        let (journal, recovered) = Journal::open(&state_dir, JournalOptions::default(), bus.clone())?;
+        let (journal, recovered) = Journal::open(
+            &state_dir,
+            JournalOptions { faults: Faults::from_env(), ..JournalOptions::default() },
+            bus.clone(),
+        )?;
         bus.open(recovered.epoch.clone(), recovered.head);
 
         let archive = Arc::new(Archive::new(&config.agent_home, &config.box_dir));
@@ -112,6 +117,13 @@ impl App {
             Arc::new(move |upgrade| to_push.adopt(upgrade)),
         )?;
         registry.resume();
+        {
+            let (context, push) = (Arc::downgrade(&context), Arc::downgrade(&push));
+            dump::set_page(Box::new(move || match (context.upgrade(), push.upgrade()) {
+                (Some(context), Some(push)) => page(&context, &push),
+                _ => dump::threads_page(),
+            }));
+        }
         Ok(Self { context, registry, push, server, gate, going_down, _box_lock: box_lock })
     }
 
@@ -128,10 +140,24 @@ impl App {
     }
 
     /// The dump, for SIGQUIT.
-    #[must_use]
     pub fn dump_page(&self) -> impl Fn() -> String + Send + Sync + 'static {
-        let context = self.context.clone();
-        move || page(&context)
+        let (context, push) = (self.context.clone(), self.push.clone());
+        move || page(&context, &push)
+    }
+
+    /// Reads the token file again, for SIGHUP; a file that cannot be read changes nothing and is logged.
+    #[must_use]
+    pub fn token_reader(&self) -> impl Fn() + Send + Sync + 'static {
+        let set = self.gate.token_setter();
+        let path = self.context.config.token_file.clone();
+        move || match path.as_deref().map(gate::token::read) {
+            Some(Ok(token)) => {
+                set(token);
+                log::warn!("SIGHUP: the token file was read again");
+            }
+            Some(Err(e)) => log::error!("SIGHUP: the token stays as it was: {}", e.text()),
+            None => log::warn!("SIGHUP: there is no --token-file to read again"),
+        }
     }
 
     /// Ends the server: takes no new message, lets turns finish for `--drain-s` unless `hurry` says no, closes runs,
@@ -157,6 +183,27 @@ impl App {
     }
 }
 
+/// True once the process `pid` has ended, within the moment that a killed server takes to let go of its box.
+fn ends_soon(pid: &str) -> bool {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+    let Some(pid) = pid.parse().ok().and_then(Pid::from_raw) else { return true };
+    // No such process: it has let go already.
+    let Ok(fd) = pidfd_open(pid, PidfdFlags::empty()) else { return true };
+    let moment = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
+    matches!(poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&moment)), Ok(1))
+}
+
+/// Removes the marks of starts and runs that a dead server left behind.
+fn clear_active_marks(state_dir: &Path) {
+    for entry in std::fs::read_dir(state_dir).into_iter().flatten().flatten() {
+        if entry.file_name().to_string_lossy().starts_with("chat-active-") {
+            // Gone already is as good.
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
 /// One server for a box: an advisory lock that the kernel gives back whatever happens. Not inherited by agents.
 fn lock_box(state_dir: &Path) -> Result<std::fs::File> {
     let path = state_dir.join("server.lock");
@@ -167,8 +214,10 @@ fn lock_box(state_dir: &Path) -> Result<std::fs::File> {
         .truncate(false)
         .open(&path)
         .map_err(|e| Error::new(Code::BadField, format!("{}: {e}", path.display())))?;
-    if rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_err() {
-        let holder = std::fs::read_to_string(&path).unwrap_or_default();
+    let lock = || rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive);
+    let read_holder = || std::fs::read_to_string(&path).unwrap_or_default();
+    if lock().is_err() && !(ends_soon(read_holder().trim()) && lock().is_ok()) {
+        let holder = read_holder();
         let holder = holder.trim();
         let who = if holder.is_empty() { "another server".to_owned() } else { format!("the server with pid {holder}") };
         let box_dir = state_dir.parent().unwrap_or(state_dir);
@@ -224,9 +273,11 @@ impl Local for Rooms {
         }
         let mut phases = std::collections::BTreeMap::new();
         let mut queued = 0;
-        if let Some(all) = self.context.registry().and_then(|r| r.try_all()) {
-            for session in all {
-                if let Some(state) = session.try_state() {
+        let until = Instant::now() + PAGE_WAITS;
+        if let Some(registry) = self.context.registry() {
+            for session in registry.all() {
+                let limit = until.saturating_duration_since(Instant::now()).min(Duration::from_millis(20));
+                if let Ok(state) = session.try_state(limit) {
                     *phases.entry(state.machine.phase().kind()).or_insert(0u64) += 1;
                     queued += state.machine.queued();
                 }
@@ -239,7 +290,7 @@ impl Local for Rooms {
     }
 
     fn debug_threads(&self) -> String {
-        page(&self.context)
+        page(&self.context, &self.push)
     }
 }
 
@@ -251,18 +302,33 @@ fn numbers(debug: &str) -> impl Iterator<Item = (&str, u64)> {
     })
 }
 
-fn page(context: &Context) -> String {
+/// Longest the page waits for locks of sessions, in all: it is made on the gate's thread.
+const PAGE_WAITS: Duration = Duration::from_millis(100);
+/// A lock held longer than this is told.
+const HELD_TOLD_MS: u64 = 1_000;
+/// An agent in a turn that says nothing for so long is told as silent; it is never punished.
+const SILENT_MS: u64 = 60_000;
+
+fn page(context: &Context, push: &Push) -> String {
     let mut page = dump::threads_page();
-    let Some(all) = context.registry().and_then(|r| r.try_all()) else {
-        page.push_str("sessions: the registry's lock is held\n");
+    let Some(registry) = context.registry() else {
+        page.push_str("sessions: the server is being built or torn down\n");
         return page;
     };
+    let mut held: Vec<_> = registry.held().map(|held| ("sessions".to_owned(), held)).into_iter().collect();
+    let all = registry.all();
     let _ = writeln!(page, "sessions: {}", all.len());
     let now = crate::clock::now_ms();
+    let until = Instant::now() + PAGE_WAITS;
     for session in all {
-        let Some(state) = session.try_state() else {
-            page.push_str("  a session's lock is held\n");
-            continue;
+        let limit = until.saturating_duration_since(Instant::now()).min(Duration::from_millis(20));
+        let state = match session.try_state(limit) {
+            Ok(state) => state,
+            Err(holder) => {
+                let _ = writeln!(page, "  {} (its first id): its lock is held", session.first_id());
+                held.extend(holder.map(|held| (format!("state of {}", session.first_id()), held)));
+                continue;
+            }
         };
         let phase = state.machine.phase();
         let _ = write!(
@@ -273,19 +339,42 @@ fn page(context: &Context) -> String {
             now - state.since_ms,
             state.machine.queued()
         );
+        if session.is_thread() {
+            page.push_str("  of a thread");
+        }
+        if state.machine.is_closing() {
+            page.push_str("  closing");
+        }
         if let Some(turn) = state.machine.current_turn() {
             let _ = write!(page, "  turn {turn}");
         }
+        if !state.tasks.is_empty() {
+            let _ = write!(page, "  background tasks {}", state.tasks.len());
+        }
         if let Some(run) = phase.run() {
             let _ = write!(page, "  {} pid {}", run.no(), run.pid().unwrap_or(0));
-            if let Some(age) = run.last_message_age_ms() {
-                let _ = write!(page, "  last message {age} ms ago");
+            match run.last_message_age_ms() {
+                None => page.push_str("  said nothing yet"),
+                Some(age) if age >= SILENT_MS && phase.is_busy() => {
+                    let _ = write!(page, "  no message for {} min", age / 60_000);
+                }
+                Some(age) => {
+                    let _ = write!(page, "  last message {age} ms ago");
+                }
             }
         }
         page.push('\n');
     }
+    held.retain(|(_, held)| held.for_ms >= HELD_TOLD_MS);
+    let _ = writeln!(page, "locks held for over {HELD_TOLD_MS} ms: {}", held.len());
+    let names = crate::threads::table().0;
+    for (lock, held) in held {
+        let name = names.iter().find(|row| row.tid == held.tid).map_or("an unlisted thread", |row| row.name.as_str());
+        let _ = writeln!(page, "  {lock}: by {name} (tid {}) for {} ms", held.tid, held.for_ms);
+    }
     let stats = context.journal.stats();
     let _ = writeln!(page, "journal: {stats:?}");
     let _ = writeln!(page, "bus: head {}", context.bus.head());
+    let _ = writeln!(page, "push: {:?}", push.stats());
     page
 }

@@ -42,6 +42,8 @@ pub struct Config {
     pub public_url: Option<String>,
     /// How long SIGTERM lets turns finish.
     pub drain_s: u64,
+    /// A start or stop that takes longer, in seconds, is logged with a dump of all threads and sessions.
+    pub stuck_s: u64,
     /// Optional command run in the box before each start of an agent.
     pub prepare: Option<String>,
     /// Answer tool permission requests with yes instead of a reasoned no.
@@ -99,6 +101,12 @@ pub enum Command {
         #[arg(long)]
         replace: bool,
     },
+    /// Print a link that logs a browser into a running box that has a token; good once.
+    Login {
+        /// The box of the running server.
+        #[arg(long = "box", value_name = "DIR", default_value = "./box", env = "BEEBOX_BOX")]
+        box_dir: PathBuf,
+    },
     /// Follow the events of a running box in the terminal.
     Tail {
         /// The box of the running server.
@@ -154,6 +162,9 @@ pub struct ServeFlags {
     /// Seconds that SIGTERM lets turns finish; a second signal skips them.
     #[arg(long, value_name = "N", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=86_400), env = "BEEBOX_DRAIN_S")]
     pub drain_s: u32,
+    /// Log a dump of all threads and sessions when a start or stop takes longer than this, in seconds
+    #[arg(long, env = "BEEBOX_STUCK_S", value_name = "N", default_value_t = 90, value_parser = clap::value_parser!(u32).range(1..))]
+    pub stuck_s: u32,
     /// Command run by `sh -c` in the box before each start of an agent.
     #[arg(long, value_name = "CMD", env = "BEEBOX_PREPARE")]
     pub prepare: Option<String>,
@@ -213,6 +224,7 @@ impl ServeFlags {
             token_file: self.token_file,
             public_url: self.public_url,
             drain_s: u64::from(self.drain_s),
+            stuck_s: u64::from(self.stuck_s),
             prepare: self.prepare,
             allow_tools: self.allow_tools,
             sandbox: self.sandbox,

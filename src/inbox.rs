@@ -278,7 +278,9 @@ mod tests {
 
     #[test]
     fn texts_are_joined_by_a_blank_line_and_numbers_shifted_apart() {
-        let table: &[(&[(&str, &[u32])], &str, &[u32])] = &[
+        /// Text and numbers of photos.
+        type Part<'a> = (&'a str, &'a [u32]);
+        let table: &[(&[Part<'_>], &str, &[u32])] = &[
             (&[("a", &[]), ("b", &[])], "a\n\nb", &[]),
             (&[("see [image#1]", &[1]), ("and [image#1]", &[1])], "see [image#1]\n\nand [image#2]", &[1, 2]),
             (&[("[image#1][image#2]", &[1, 2]), ("[image2]", &[1, 2])], "[image#1][image#2]\n\n[image#4]", &[1, 2, 3, 4]),

@@ -34,7 +34,7 @@
 //! | [`journal`], [`bus`], [`push`] | what is durable, what is live, and who hears it |
 //! | [`transcript`], [`archive`] | PURE reading of transcripts; their files, indexes, photos |
 //! | [`http`] | gate, pool, URL map, guard, handlers, replies |
-//! | [`app`], [`threads`], [`dump`], [`faults`], [`tools`] | the frame of the house |
+//! | [`app`], [`threads`], [`dump`], [`faults`], [`supervisor`], [`tools`] | the frame of the house |
 //! | [`web`], [`load`] | the page; scripted clients and the checker |
 //!
 //! ## Threads
@@ -115,6 +115,7 @@
 //! | `not_implemented` | a feature of HTTP that we do not speak |
 //! | `agent_unavailable` | the agent cannot be started, in words a person can act on |
 //! | `internal` | a fault of ours |
+#![cfg_attr(feature = "model", allow(dead_code, unused_imports, reason = "the checker has agents and a disk of its own"))]
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests fail loudly"))]
 
 pub mod agent;
@@ -132,8 +133,11 @@ pub mod inbox;
 pub mod journal;
 pub mod lifecycle;
 pub mod load;
+#[cfg(feature = "model")]
+pub mod model;
 pub mod push;
 pub mod session;
+pub mod supervisor;
 pub mod sync;
 pub mod threads;
 pub mod tools;

@@ -74,6 +74,11 @@ pub trait RunListener: Send + Sync + 'static {
     fn fact(&self, run: RunNo, fact: RunFact);
     /// Whether the transcript holds all of a turn that ended: polled every few milliseconds, 5 s at most.
     fn is_durable(&self, run: RunNo, end: &TurnEnd) -> bool;
+    /// The agent is gone. Whether the transcript surely lacks the turn whose end it told: then the end is not told on,
+    /// and the turn is one that was in flight when the run died.
+    fn is_lost(&self, _run: RunNo, _end: &TurnEnd) -> bool {
+        false
+    }
     /// The run is over and its process reaped. The last call, exactly once.
     fn ended(&self, end: RunEnd);
 }

@@ -7,6 +7,8 @@
 
 mod end;
 mod handle;
+#[cfg(feature = "model")]
+mod model;
 mod told;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -135,6 +137,7 @@ impl Pump {
         if self.shared.is_closed() {
             return Ok(());
         }
+        crate::faults::point("after_answer_before_spawn");
         let agent = {
             let _at = doing(Doing::Spawn);
             Agent::spawn(&self.spec)?

@@ -100,11 +100,7 @@ impl Drop for Turn<'_> {
 impl Cache {
     /// Calls `f` with the index of `path`, up to date with every line that was whole when this was called; none if the
     /// file is not there. `f` must be quick: it has the turn.
-    pub fn with<T>(
-        &self,
-        path: &Path,
-        f: impl FnOnce(&Index, &Source) -> T,
-    ) -> io::Result<Option<T>> {
+    pub fn with<T>(&self, path: &Path, f: impl FnOnce(&Index, &Source) -> T) -> io::Result<Option<T>> {
         let slot = self.slot(path);
         let mut turn = Turn::wait_for(&slot);
         // Opened under the turn: a reader that waited sees at least what the one before it saw.
@@ -137,14 +133,7 @@ impl Cache {
             return kept.slot.clone();
         }
         let slot = Arc::new(Slot::default());
-        slots.by_path.insert(
-            path.to_owned(),
-            Kept {
-                slot: slot.clone(),
-                used,
-                bytes: 0,
-            },
-        );
+        slots.by_path.insert(path.to_owned(), Kept { slot: slot.clone(), used, bytes: 0 });
         slot
     }
 
@@ -156,11 +145,7 @@ impl Cache {
         }
         let mut sum: usize = slots.by_path.values().map(|k| k.bytes).sum();
         while (sum > ALL_BYTES_MAX || slots.by_path.len() > FILES_MAX) && slots.by_path.len() > 1 {
-            let oldest = slots
-                .by_path
-                .iter()
-                .min_by_key(|(_, k)| k.used)
-                .map(|(path, _)| path.clone());
+            let oldest = slots.by_path.iter().min_by_key(|(_, k)| k.used).map(|(path, _)| path.clone());
             let Some(kept) = oldest.and_then(|path| slots.by_path.remove(&path)) else {
                 break;
             };
@@ -183,10 +168,7 @@ impl Cache {
             }),
         };
         if source.size == known.looked_to || !self.has_new_line(&known, source)? {
-            return Ok(Box::new(Known {
-                looked_to: source.size.max(known.looked_to),
-                ..*known
-            }));
+            return Ok(Box::new(Known { looked_to: source.size.max(known.looked_to), ..*known }));
         }
         self.extend(known, source)
     }

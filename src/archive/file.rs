@@ -37,16 +37,9 @@ impl Source {
         };
         let meta = file.metadata()?;
         if !meta.is_file() {
-            return Err(io::Error::new(
-                ErrorKind::InvalidInput,
-                "not a regular file",
-            ));
+            return Err(io::Error::new(ErrorKind::InvalidInput, "not a regular file"));
         }
-        Ok(Some(Self {
-            file: Arc::new(file),
-            identity: (meta.dev(), meta.ino()),
-            size: meta.len(),
-        }))
+        Ok(Some(Self { file: Arc::new(file), identity: (meta.dev(), meta.ino()), size: meta.len() }))
     }
 
     /// Reads at `at`, never past the size seen at the opening; 0 at the end.
@@ -136,23 +129,12 @@ pub struct LineReader<'a> {
 
 impl<'a> LineReader<'a> {
     pub fn new(buffers: &'a Buffers) -> Self {
-        Self {
-            buffer: buffers.take(),
-            strip: Strip::default(),
-        }
+        Self { buffer: buffers.take(), strip: Strip::default() }
     }
 
     /// What is left of the record at `step`, `bytes_max` of it at most; none if the file has become too short.
-    pub fn read(
-        &mut self,
-        source: &Source,
-        step: &Step,
-        bytes_max: u64,
-    ) -> io::Result<Option<Whole<'_>>> {
-        let (start, end) = (
-            step.place.offset,
-            step.place.offset + step.place.len.min(bytes_max),
-        );
+    pub fn read(&mut self, source: &Source, step: &Step, bytes_max: u64) -> io::Result<Option<Whole<'_>>> {
+        let (start, end) = (step.place.offset, step.place.offset + step.place.len.min(bytes_max));
         let len = usize::try_from(end - start).unwrap_or(usize::MAX);
         if step.spans.is_empty() && len <= self.buffer.len() {
             if !source.fill_at(&mut self.buffer[..len], start)? {
@@ -185,10 +167,7 @@ impl<'a> LineReader<'a> {
 
     fn feed(&mut self, source: &Source, mut at: u64, end: u64) -> io::Result<bool> {
         while at < end {
-            let want = self
-                .buffer
-                .len()
-                .min(usize::try_from(end - at).unwrap_or(usize::MAX));
+            let want = self.buffer.len().min(usize::try_from(end - at).unwrap_or(usize::MAX));
             let n = source.read_at(&mut self.buffer[..want], at)?;
             if n == 0 {
                 return Ok(false);

@@ -37,9 +37,7 @@ impl MediaFile {
         let mut piece = vec![0; PIECE_BYTES];
         let mut out = Vec::with_capacity(PIECE_BYTES);
         while done < base64_len {
-            let want = usize::try_from(base64_len - done)
-                .unwrap_or(usize::MAX)
-                .min(PIECE_BYTES);
+            let want = usize::try_from(base64_len - done).unwrap_or(usize::MAX).min(PIECE_BYTES);
             if !source.fill_at(&mut piece[..want], at + done)? {
                 return Ok(None);
             }
@@ -57,15 +55,7 @@ impl MediaFile {
             return Ok(None);
         }
         let etag = format!("\"{}\"", digest.text());
-        Ok(Some(Self {
-            mime: mime(&head),
-            len,
-            etag,
-            source,
-            at,
-            base64_len,
-            escaped,
-        }))
+        Ok(Some(Self { mime: mime(&head), len, etag, source, at, base64_len, escaped }))
     }
 
     /// Its decoded bytes from `start` on, `len` of them.
@@ -74,18 +64,10 @@ impl MediaFile {
     /// [`Code::BadRange`]: not inside the photo.
     pub fn open(&self, start: u64, len: u64) -> Result<Box<dyn Read + Send>> {
         if start.checked_add(len).is_none_or(|end| end > self.len) {
-            let range = format!(
-                "bytes {start} to {} of a photo of {} bytes",
-                start.saturating_add(len),
-                self.len
-            );
+            let range = format!("bytes {start} to {} of a photo of {} bytes", start.saturating_add(len), self.len);
             return Err(Error::new(Code::BadRange, range));
         }
-        let (skip_base64, skip) = if self.escaped {
-            (0, start)
-        } else {
-            (start / 3 * 4, start % 3)
-        };
+        let (skip_base64, skip) = if self.escaped { (0, start) } else { (start / 3 * 4, start % 3) };
         Ok(Box::new(MediaReader {
             source: self.source.clone(),
             at: self.at + skip_base64,
@@ -116,15 +98,8 @@ pub struct MediaReader {
 
 impl MediaReader {
     fn refill(&mut self) -> io::Result<()> {
-        let broken = || {
-            io::Error::new(
-                io::ErrorKind::UnexpectedEof,
-                "the transcript changed while a photo was sent",
-            )
-        };
-        let want = usize::try_from(self.end - self.at)
-            .unwrap_or(usize::MAX)
-            .min(PIECE_BYTES);
+        let broken = || io::Error::new(io::ErrorKind::UnexpectedEof, "the transcript changed while a photo was sent");
+        let want = usize::try_from(self.end - self.at).unwrap_or(usize::MAX).min(PIECE_BYTES);
         if want == 0 {
             return Err(broken());
         }
@@ -135,12 +110,8 @@ impl MediaReader {
         self.at += want as u64;
         self.out.clear();
         self.out_at = 0;
-        self.decoder
-            .feed(&self.piece[..want], &mut self.out)
-            .map_err(|_| broken())?;
-        let skip = usize::try_from(self.skip)
-            .unwrap_or(usize::MAX)
-            .min(self.out.len());
+        self.decoder.feed(&self.piece[..want], &mut self.out).map_err(|_| broken())?;
+        let skip = usize::try_from(self.skip).unwrap_or(usize::MAX).min(self.out.len());
         self.out_at = skip;
         self.skip -= skip as u64;
         Ok(())
@@ -156,10 +127,7 @@ impl Read for MediaReader {
             self.refill()?;
         }
         let ready = &self.out[self.out_at..];
-        let n = ready
-            .len()
-            .min(buffer.len())
-            .min(usize::try_from(self.left).unwrap_or(usize::MAX));
+        let n = ready.len().min(buffer.len()).min(usize::try_from(self.left).unwrap_or(usize::MAX));
         buffer[..n].copy_from_slice(&ready[..n]);
         self.out_at += n;
         self.left -= n as u64;

@@ -50,17 +50,16 @@ impl Archive {
     /// Over the transcripts of `box_dir` in `agent_home`.
     #[must_use]
     pub fn new(agent_home: &Path, box_dir: &Path) -> Self {
-        Self {
-            inner: Arc::new(Inner {
-                finder: Finder::new(agent_home, box_dir),
-                cache: Cache::default(),
-            }),
-        }
+        Self { inner: Arc::new(Inner { finder: Finder::new(agent_home, box_dir), cache: Cache::default() }) }
     }
 
     /// The transcript of `session`, if there is one.
     #[must_use]
     pub fn path_of(&self, session: &SessionId) -> Option<PathBuf> {
+        #[cfg(feature = "model")]
+        if crate::model::is_on() {
+            return crate::model::has_transcript(session).then(PathBuf::new);
+        }
         let _at = doing(Doing::ReadFile);
         self.inner.finder.path_of(session)
     }
@@ -76,34 +75,26 @@ impl Archive {
         };
         let made = self.inner.cache.with(&path, |index, source| {
             let plan = match window {
-                Window::Tail {
-                    tail,
-                    min_real_user_messages,
-                } => index.plan_tail(tail.min(ENTRIES_MAX), min_real_user_messages, ENTRIES_MAX),
+                Window::Tail { tail, min_real_user_messages } => {
+                    index.plan_tail(tail.min(ENTRIES_MAX), min_real_user_messages, ENTRIES_MAX)
+                }
                 Window::Page { offset, limit } => index.plan_page(offset, limit.min(ENTRIES_MAX)),
             };
             let (plan, window_index) = match plan {
                 Plan::Rescan(mark) => (None, Some((Index::window(index, mark), mark))),
                 Plan::Lines { steps, first_entry } => (Some((steps, first_entry)), None),
             };
-            (
-                plan,
-                window_index,
-                index.total(),
-                index.skipped(),
-                source.clone(),
-            )
+            (plan, window_index, index.total(), index.skipped(), source.clone())
         });
-        let (plan, rescan, total, skipped_lines, source) =
-            match made.map_err(|e| unreadable(&path, &e))? {
-                Some(made) => made,
-                None => return Ok(Page::empty()),
-            };
+        let (plan, rescan, total, skipped_lines, source) = match made.map_err(|e| unreadable(&path, &e))? {
+            Some(made) => made,
+            None => return Ok(Page::empty()),
+        };
         let (steps, first_entry) = match (plan, rescan, window) {
             (Some(plan), ..) => plan,
-            (None, Some((index, mark)), Window::Page { offset, limit }) => self
-                .rescan(&source, index, mark, offset, limit.min(ENTRIES_MAX))
-                .map_err(|e| unreadable(&path, &e))?,
+            (None, Some((index, mark)), Window::Page { offset, limit }) => {
+                self.rescan(&source, index, mark, offset, limit.min(ENTRIES_MAX)).map_err(|e| unreadable(&path, &e))?
+            }
             (None, ..) => (Vec::new(), total),
         };
         let newest_first = matches!(window, Window::Tail { .. });
@@ -111,9 +102,7 @@ impl Archive {
             Window::Tail { .. } => ENTRIES_MAX,
             Window::Page { limit, .. } => limit.min(ENTRIES_MAX),
         };
-        let entries = self
-            .gather(&source, session, steps, newest_first, limit)
-            .map_err(|e| unreadable(&path, &e))?;
+        let entries = self.gather(&source, session, steps, newest_first, limit).map_err(|e| unreadable(&path, &e))?;
         let shown = entries.len() as u64;
         let (offset, has_more) = if newest_first {
             let offset = total.saturating_sub(shown);
@@ -121,13 +110,7 @@ impl Archive {
         } else {
             (first_entry, first_entry + shown < total)
         };
-        Ok(Page {
-            entries,
-            total,
-            offset,
-            has_more,
-            skipped_lines,
-        })
+        Ok(Page { entries, total, offset, has_more, skipped_lines })
     }
 
     fn gather(
@@ -210,50 +193,32 @@ impl Archive {
     pub fn media(&self, media: &MediaRef) -> Result<MediaFile> {
         let _at = doing(Doing::ReadFile);
         let missing = || Error::new(Code::NotFound, format!("no photo {media}"));
-        let path = self
-            .inner
-            .finder
-            .path_of(&media.session)
-            .ok_or_else(missing)?;
+        let path = self.inner.finder.path_of(&media.session).ok_or_else(missing)?;
         let fail = |e: std::io::Error| unreadable(&path, &e);
-        let found = self.inner.cache.with(&path, |index, source| {
-            (index.find(&media.entry), source.clone())
-        });
+        let found = self.inner.cache.with(&path, |index, source| (index.find(&media.entry), source.clone()));
         let (found, source) = found.map_err(fail)?.ok_or_else(missing)?;
         let step = match found {
             Ok(step) => step,
-            Err(mark) => self
-                .find_by_scan(&source, mark, &media.entry)
-                .map_err(fail)?,
+            Err(mark) => self.find_by_scan(&source, mark, &media.entry).map_err(fail)?,
         };
         let step = step.ok_or_else(missing)?;
         if step.place.len > LINE_BYTES_MAX {
-            return Err(Error::new(
-                Code::TooLarge,
-                format!("{media} stands in a line over {LINE_BYTES_MAX} bytes"),
-            ));
+            return Err(Error::new(Code::TooLarge, format!("{media} stands in a line over {LINE_BYTES_MAX} bytes")));
         }
-        if step.place.stub
-            || usize::from(step.place.images) <= media.index && step.place.images < u8::MAX
-        {
+        if step.place.stub || usize::from(step.place.images) <= media.index && step.place.images < u8::MAX {
             return Err(missing());
         }
         let mut reader = LineReader::new(&self.inner.cache.buffers);
-        let payload = reader
-            .read(&source, &step, u64::MAX)
-            .map_err(fail)?
-            .and_then(|whole| match whole {
-                Whole::Line(line, cuts) => {
-                    let record = record::read(line, cuts, 0).ok()?;
-                    crate::transcript::entry::payload(&record, line, cuts, media.index)
-                }
-                Whole::Sniffed(_) => None,
-            });
+        let payload = reader.read(&source, &step, u64::MAX).map_err(fail)?.and_then(|whole| match whole {
+            Whole::Line(line, cuts) => {
+                let record = record::read(line, cuts, 0).ok()?;
+                crate::transcript::entry::payload(&record, line, cuts, media.index)
+            }
+            Whole::Sniffed(_) => None,
+        });
         drop(reader);
         let (start, len) = payload.ok_or_else(missing)?;
-        MediaFile::check(source, step.place.offset + start, len)
-            .map_err(fail)?
-            .ok_or_else(missing)
+        MediaFile::check(source, step.place.offset + start, len).map_err(fail)?.ok_or_else(missing)
     }
 
     fn find_by_scan(&self, source: &Source, mark: Mark, id: &str) -> std::io::Result<Option<Step>> {
@@ -263,8 +228,8 @@ impl Archive {
             let mut wanted = false;
             raw.each(|seen| match seen {
                 Seen::Record { record, offset, .. } => {
-                    wanted |= record.kind.is_entry()
-                        && crate::transcript::entry::entry_id(record.plain_uuid(), offset) == id;
+                    wanted |=
+                        record.kind.is_entry() && crate::transcript::entry::entry_id(record.plain_uuid(), offset) == id;
                 }
                 Seen::Stub { .. } | Seen::Gap => {}
             });
@@ -280,7 +245,7 @@ impl Archive {
     #[must_use]
     pub fn list(&self, rows_max: usize) -> Vec<Listed> {
         let _at = doing(Doing::ReadFile);
-        self.inner.finder.list(rows_max, &self.inner.cache.buffers)
+        self.inner.finder.list(rows_max)
     }
 
     /// Memory of all indexes, in bytes.
@@ -293,11 +258,7 @@ impl Archive {
     #[must_use]
     pub fn index_size(&self, session: &SessionId) -> Option<(u64, usize)> {
         let path = self.inner.finder.path_of(session)?;
-        self.inner
-            .cache
-            .with(&path, |index, _| (index.lines(), index.bytes()))
-            .ok()
-            .flatten()
+        self.inner.cache.with(&path, |index, _| (index.lines(), index.bytes())).ok().flatten()
     }
 }
 
@@ -316,12 +277,7 @@ fn read_step(
             };
             return Ok((None, result.into_iter().collect(), 0));
         }
-        let entry = build_stub(
-            place.kind,
-            stub.uuid.clone(),
-            stub.timestamp.clone(),
-            place.len,
-        );
+        let entry = build_stub(place.kind, stub.uuid.clone(), stub.timestamp.clone(), place.len);
         return Ok((entry, Vec::new(), 256));
     }
     Ok(match reader.read(source, step, u64::MAX)? {
@@ -338,10 +294,7 @@ fn read_step(
 
 fn unreadable(path: &Path, e: &std::io::Error) -> Error {
     log::warn!("transcript {} cannot be read: {e}", path.display());
-    Error::new(
-        Code::Unreadable,
-        format!("the transcript is there and cannot be read: {e}"),
-    )
+    Error::new(Code::Unreadable, format!("the transcript is there and cannot be read: {e}"))
 }
 
 #[cfg(test)]

@@ -36,6 +36,13 @@ impl Archive {
     /// # Errors
     /// `Unreadable`: the transcript is there and cannot be read.
     pub fn look_up(&self, session: &SessionId, ids: &[&str]) -> Result<Trace> {
+        #[cfg(feature = "model")]
+        if crate::model::is_on() {
+            return Ok(match crate::model::trace(ids) {
+                Some(finished) => Trace::Recorded { finished },
+                None => Trace::NotRecorded,
+            });
+        }
         let _at = doing(Doing::ReadFile);
         let Some(path) = self.path_of(session) else {
             return Ok(Trace::NoFile);
@@ -44,10 +51,7 @@ impl Archive {
         let Some(source) = Source::open(&path).map_err(fail)? else {
             return Ok(Trace::NoFile);
         };
-        let finders: Vec<_> = ids
-            .iter()
-            .map(|id| memmem::Finder::new(id.as_bytes()))
-            .collect();
+        let finders: Vec<_> = ids.iter().map(|id| memmem::Finder::new(id.as_bytes())).collect();
         let (mut found, mut end) = (false, End::default());
         self.scan(&source, 0, |raw| {
             if !found && !may_hold(raw, &finders) {
@@ -65,8 +69,7 @@ impl Archive {
                     if found {
                         end.stub(kind, sniff);
                     } else if !sniff.sidechain {
-                        found = sniffed_ids(sniff)
-                            .any(|id| ids.iter().any(|want| want.as_bytes() == id));
+                        found = sniffed_ids(sniff).any(|id| ids.iter().any(|want| want.as_bytes() == id));
                     }
                 }
                 Seen::Gap => {}
@@ -74,22 +77,13 @@ impl Archive {
             !end.for_good
         })
         .map_err(fail)?;
-        Ok(if found {
-            Trace::Recorded {
-                finished: end.for_good || end.answered,
-            }
-        } else {
-            Trace::NotRecorded
-        })
+        Ok(if found { Trace::Recorded { finished: end.for_good || end.answered } } else { Trace::NotRecorded })
     }
 
     /// Watches what is appended to the transcript of `session` from now on.
     #[must_use]
     pub fn watch(&self, session: &SessionId) -> TailWatch {
-        let from = self
-            .path_of(session)
-            .and_then(|path| std::fs::metadata(path).ok())
-            .map_or(0, |m| m.len());
+        let from = self.path_of(session).and_then(|path| std::fs::metadata(path).ok()).map_or(0, |m| m.len());
         TailWatch {
             archive: self.clone(),
             session: session.clone(),
@@ -116,10 +110,7 @@ impl Archive {
 
     /// Where the line starts that goes on at `end`.
     fn line_start(&self, session: &SessionId, end: u64) -> u64 {
-        let Some(source) = self
-            .path_of(session)
-            .and_then(|path| Source::open(&path).ok().flatten())
-        else {
+        let Some(source) = self.path_of(session).and_then(|path| Source::open(&path).ok().flatten()) else {
             return 0;
         };
         let mut buffer = self.inner.cache.buffers.take();
@@ -238,9 +229,7 @@ impl TailWatch {
                 raw.each(|seen| match seen {
                     Seen::Record { record, line, .. } => ids.extend(record.ids(line)),
                     Seen::Stub { sniff, .. } => {
-                        ids.extend(
-                            sniffed_ids(sniff).filter_map(|id| String::from_utf8(id.to_vec()).ok()),
-                        );
+                        ids.extend(sniffed_ids(sniff).filter_map(|id| String::from_utf8(id.to_vec()).ok()));
                     }
                     Seen::Gap => {}
                 });

@@ -23,12 +23,7 @@ struct Flags {
     /// A scenario file, or the name of a standing one: one-phone, family, watchers, senders, archive, streams, bad-day
     scenario: String,
     /// The running server to load
-    #[arg(
-        long,
-        value_name = "ADDR",
-        default_value = "127.0.0.1:7717",
-        conflicts_with = "spawn"
-    )]
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:7717", conflicts_with = "spawn")]
     addr: SocketAddr,
     /// Process id of the running server, for its figures
     #[arg(long, conflicts_with = "spawn")]
@@ -46,16 +41,14 @@ struct Flags {
     #[arg(long = "box", value_name = "DIR", requires = "spawn")]
     box_dir: Option<PathBuf>,
     /// One more flag for the started server; may be given again
-    #[arg(
-        long,
-        value_name = "FLAG",
-        requires = "spawn",
-        allow_hyphen_values = true
-    )]
+    #[arg(long, value_name = "FLAG", requires = "spawn", allow_hyphen_values = true)]
     server_arg: Vec<String>,
     /// Kill servers and agents as the scenario says
     #[arg(long, requires = "spawn")]
     chaos: bool,
+    /// Arm a fault inside the started server (NAME:N, NAME=delay:MS); given again, for its next life
+    #[arg(long, value_name = "FAULT", requires = "spawn")]
+    fault: Vec<String>,
     /// Instead of the scenario's own
     #[arg(long, value_name = "S")]
     duration: Option<f64>,
@@ -91,16 +84,14 @@ fn main() -> ExitCode {
 }
 
 fn load(flags: Flags) -> io::Result<bool> {
-    let standing = Scenario::STANDING
-        .iter()
-        .find(|(name, _)| *name == flags.scenario);
+    let standing = Scenario::STANDING.iter().find(|(name, _)| *name == flags.scenario);
     let text = match standing {
         Some((_, text)) => (*text).to_owned(),
         None => std::fs::read_to_string(&flags.scenario)
             .map_err(|e| io::Error::new(e.kind(), format!("scenario {}: {e}", flags.scenario)))?,
     };
-    let mut scenario = Scenario::parse(&text)
-        .map_err(|e| io::Error::other(format!("scenario {}: {e}", flags.scenario)))?;
+    let mut scenario =
+        Scenario::parse(&text).map_err(|e| io::Error::other(format!("scenario {}: {e}", flags.scenario)))?;
     scenario.duration_s = flags.duration.unwrap_or(scenario.duration_s);
     scenario.seed = flags.seed.unwrap_or(scenario.seed);
     let times = |n: usize| (n as f64 * flags.scale).round() as usize;
@@ -132,20 +123,10 @@ fn load(flags: Flags) -> io::Result<bool> {
         options.args = flags.server_arg;
         Target::Spawn(options)
     } else {
-        Target::Running {
-            addr: flags.addr,
-            pid: flags.pid,
-            agent_home: flags.agent_home,
-        }
+        Target::Running { addr: flags.addr, pid: flags.pid, agent_home: flags.agent_home }
     };
     let progress = if flags.quiet { |_: &str| {} } else { say };
-    let outcome = run::run(RunOptions {
-        scenario,
-        target,
-        chaos: flags.chaos,
-        bearer,
-        progress,
-    })?;
+    let outcome = run::run(RunOptions { scenario, target, chaos: flags.chaos, faults: flags.fault, bearer, progress })?;
 
     io::stdout().write_all(report::text(&outcome).as_bytes())?;
     if let Some(file) = &flags.json {
@@ -160,12 +141,7 @@ fn load(flags: Flags) -> io::Result<bool> {
         } else {
             let log = dir.join("server.log");
             std::fs::write(&log, &outcome.stderr)?;
-            writeln!(
-                io::stderr(),
-                "the box is kept: {} (its stderr: {})",
-                dir.display(),
-                log.display()
-            )?;
+            writeln!(io::stderr(), "the box is kept: {} (its stderr: {})", dir.display(), log.display())?;
         }
     }
     Ok(outcome.is_good())

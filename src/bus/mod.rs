@@ -46,6 +46,9 @@ pub trait EventStore: Send + Sync {
     /// # Errors
     /// When the store cannot be read.
     fn bounds(&self) -> Result<(EventId, EventId)>;
+
+    /// Somebody follows the stream from now on, or nobody does: a store that others write to looks only meanwhile.
+    fn set_watched(&self, _watched: bool) {}
 }
 
 /// A kept event as the store has it.

@@ -250,6 +250,11 @@ impl Guard {
         }
     }
 
+    /// Changes the token.
+    pub fn set_token(&mut self, token: Token) {
+        self.token = Some(token);
+    }
+
     /// True when a token is needed.
     #[must_use]
     pub fn needs_token(&self) -> bool {

@@ -12,6 +12,9 @@ use crate::error::{Code, Error};
 /// When a client may try again after being refused for load, in seconds: longer than a burst, shorter than a person's patience.
 const RETRY_AFTER_S: &str = "1";
 
+/// Fields that only the pool and the gate write.
+const FRAMING: [&str; 4] = ["Connection", "Content-Length", "Date", "Transfer-Encoding"];
+
 /// The body of an answer.
 pub enum Body {
     /// Whole in memory.
@@ -173,6 +176,13 @@ impl Reply {
             let _ = write!(out, "Content-Length: {}\r\n", self.body.len());
         }
         for (name, value) in &self.headers {
+            if FRAMING
+                .iter()
+                .any(|framing| name.eq_ignore_ascii_case(framing))
+            {
+                log::error!("an answer sets {name} itself: left out");
+                continue;
+            }
             if value.bytes().any(|b| b < 0x20 && b != b'\t' || b >= 0x7f) {
                 log::error!(
                     "header {name} of an answer holds bytes that are not printable ASCII: left out"
@@ -268,6 +278,19 @@ mod tests {
             panic!("bytes")
         };
         assert_eq!(bytes, br#"{"error":"try \"later\"","code":"overloaded"}"#);
+    }
+
+    #[test]
+    fn a_head_cannot_be_split_or_reframed_by_its_fields() {
+        let reply = Reply::text(200, "abc")
+            .with("X-A", "b\r\nX-B: c")
+            .with("Content-Length", "9")
+            .with("X-C", "d");
+        let mut out = Vec::new();
+        reply.write_head(&mut out, Some("close"), None);
+        let text = String::from_utf8(out).unwrap();
+        assert!(text.starts_with("HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 3\r\n"));
+        assert!(text.ends_with("X-C: d\r\n\r\n") && !text.contains("X-A") && !text.contains('9'));
     }
 
     #[test]

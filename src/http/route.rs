@@ -133,6 +133,8 @@ impl From<Error> for Refusal {
 pub enum Lane {
     /// A worker, for a short time.
     Work,
+    /// A worker whose answer may be long, cold or slow to read; some workers are kept out of its reach.
+    Bulk,
     /// A worker that may wait for a turn; these are bounded on their own.
     Wait,
     /// The gate's own thread.
@@ -208,22 +210,22 @@ impl Route {
     pub fn lane(&self) -> Lane {
         match self {
             Route::Send
-            | Route::History { .. }
-            | Route::Bootstrap { .. }
             | Route::Sessions
             | Route::Status { .. }
             | Route::Interrupt
             | Route::Stop
             | Route::Restart
             | Route::Reset
-            | Route::PendingImage { .. }
             | Route::Retry
             | Route::Discard
             | Route::GetFeatures { .. }
             | Route::SetFeature
-            | Route::Media { .. }
             | Route::Threads
             | Route::Asset { .. } => Lane::Work,
+            Route::History { .. }
+            | Route::Bootstrap { .. }
+            | Route::PendingImage { .. }
+            | Route::Media { .. } => Lane::Bulk,
             Route::Turns { wait_ms, .. } => {
                 if *wait_ms == 0 {
                     Lane::Work
@@ -764,5 +766,9 @@ mod tests {
             Lane::Wait
         );
         assert_eq!(route("POST /api/threads/send").unwrap().lane(), Lane::Wait);
+        assert_eq!(
+            route("GET /api/session-media/s/e/0").unwrap().lane(),
+            Lane::Bulk
+        );
     }
 }

@@ -101,7 +101,7 @@ pub fn start(
         threads.push(threads::spawn(
             name,
             threads::WORK_STACK_BYTES,
-            OnPanic::EndProcess,
+            OnPanic::Contain,
             move || work(&shared),
         )?);
     }
@@ -158,7 +158,13 @@ fn work(shared: &Shared) {
             shared.http.recv()
         };
         match received {
-            Ok(request) => serve(shared, request),
+            // Handlers are contained inside; this holds for our own code around them, so that the count of workers
+            // never falls. The request that was lost with it ends at the gate's deadline.
+            Ok(request) => {
+                if catch_unwind(AssertUnwindSafe(|| serve(shared, request))).is_err() {
+                    log::error!("a worker panicked outside its handler and goes on");
+                }
+            }
             Err(_) if shared.closing.load(Ordering::Acquire) => {}
             // tiny_http accepts no more after this; the connections that the gate has go on.
             Err(e) => log::error!("the pool can take no further connection of the gate: {e}"),

@@ -19,7 +19,7 @@ use super::reader::events_between;
 use super::recover::head;
 use super::schema;
 use super::trouble::{cannot_record, may_pass, words};
-use super::types::{AcceptOutcome, Acceptance, JournalOptions, KeptEvent, Unit};
+use super::types::{AcceptOutcome, Acceptance, Change, JournalOptions, KeptEvent, Unit};
 use super::{Done, Places, Shared};
 use crate::bus::Publisher;
 use crate::clock::{now_ms, rfc3339};
@@ -63,6 +63,17 @@ pub(super) enum Job {
     Look,
     /// Finish everything and close the file.
     Close,
+}
+
+impl Job {
+    /// It records a message or the dispatch of some.
+    fn records(&self) -> bool {
+        match self {
+            Job::Accept { .. } => true,
+            Job::Unit { unit, .. } => unit.changes.iter().any(|change| matches!(change, Change::Dispatch { .. })),
+            Job::Look | Job::Close => false,
+        }
+    }
 }
 
 /// What one job came to inside the transaction.
@@ -339,8 +350,11 @@ impl Writer {
 
     /// Commits `batch` and tells everybody; with trouble, keeps what is owed and refuses the rest. False with trouble.
     fn commit(&mut self, batch: Vec<Job>) -> bool {
-        let records = batch.iter().any(|job| matches!(job, Job::Accept { .. }));
+        let records = batch.iter().any(Job::records);
         if records {
+            if crate::faults::planted("publish_before_commit") {
+                self.publish_early(&batch);
+            }
             crate::faults::point("before_record");
         }
         let begun = Instant::now();
@@ -378,6 +392,17 @@ impl Writer {
                     }
                 }
                 good
+            }
+        }
+    }
+
+    /// The planted fault: messages are told under the ids that they will probably have.
+    fn publish_early(&mut self, batch: &[Job]) {
+        let at = rfc3339(now_ms());
+        for job in batch {
+            if let Job::Accept { acceptance, .. } = job {
+                self.head += 1;
+                self.publisher.publish_kept(self.head, acceptance.event.event, &acceptance.event.data, &at);
             }
         }
     }
@@ -451,10 +476,14 @@ impl Writer {
 
     /// After the commit: events in the order of ids, other programs' ones between ours, then the callbacks in order.
     fn tell(&mut self, batch: Vec<Job>, made: Batch) {
-        if made.foreign_upto > self.head {
+        if made.foreign_upto > self.head && !crate::faults::planted("publish_before_commit") {
             self.publish_foreign(made.foreign_upto);
         }
+        let told = if crate::faults::planted("publish_before_commit") { self.head } else { 0 };
         let publish = |id: EventId, event: &KeptEvent| {
+            if id <= told {
+                return;
+            }
             self.publisher.publish_kept(id, event.event, &event.data, &made.at);
         };
         let (mut events, mut accepted, mut repeats, mut units) = (0, 0, 0, 0);

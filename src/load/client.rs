@@ -30,10 +30,7 @@ impl Answer {
     /// The first value of a header field.
     #[must_use]
     pub fn header(&self, name: &str) -> Option<&str> {
-        self.headers
-            .iter()
-            .find(|(n, _)| n.eq_ignore_ascii_case(name))
-            .map(|(_, v)| v.as_str())
+        self.headers.iter().find(|(n, _)| n.eq_ignore_ascii_case(name)).map(|(_, v)| v.as_str())
     }
 
     /// The body as JSON; `null` when it is none.
@@ -70,10 +67,7 @@ impl Conn {
     pub fn open(addr: SocketAddr, limit: Duration) -> io::Result<Self> {
         let stream = TcpStream::connect_timeout(&addr, limit)?;
         stream.set_nodelay(true)?;
-        Ok(Self {
-            stream,
-            buf: Vec::new(),
-        })
+        Ok(Self { stream, buf: Vec::new() })
     }
 
     /// The socket itself, for shutdown, peeking, or handing it on.
@@ -146,15 +140,10 @@ impl Conn {
             }
             from = self.buf.len();
             if from > HEAD_BYTES_MAX {
-                return Err(io::Error::other(
-                    "a line of the answer's framing is endless",
-                ));
+                return Err(io::Error::other("a line of the answer's framing is endless"));
             }
             if self.fill(deadline)? == 0 {
-                return Err(io::Error::new(
-                    io::ErrorKind::UnexpectedEof,
-                    "closed in the middle of the framing",
-                ));
+                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "closed in the middle of the framing"));
             }
         }
     }
@@ -195,11 +184,7 @@ impl Conn {
             if (100..200).contains(&status) && status != 101 {
                 continue;
             }
-            return Ok(Answer {
-                status,
-                headers,
-                body: Vec::new(),
-            });
+            return Ok(Answer { status, headers, body: Vec::new() });
         }
     }
 
@@ -211,21 +196,15 @@ impl Conn {
     pub fn read_answer(&mut self, no_body: bool, limit: Duration) -> io::Result<(Answer, bool)> {
         let deadline = Instant::now() + limit;
         let mut answer = self.read_head(limit)?;
-        let keep = !answer
-            .header("connection")
-            .is_some_and(|v| v.to_ascii_lowercase().contains("close"));
+        let keep = !answer.header("connection").is_some_and(|v| v.to_ascii_lowercase().contains("close"));
         if no_body || matches!(answer.status, 101 | 204 | 304) {
             return Ok((answer, keep));
         }
-        if answer
-            .header("transfer-encoding")
-            .is_some_and(|v| v.to_ascii_lowercase().contains("chunked"))
-        {
+        if answer.header("transfer-encoding").is_some_and(|v| v.to_ascii_lowercase().contains("chunked")) {
             loop {
                 let line = self.take_line(deadline)?;
-                let size =
-                    usize::from_str_radix(line.split(';').next().unwrap_or_default().trim(), 16)
-                        .map_err(|_| io::Error::other(format!("not a chunk size: {line:?}")))?;
+                let size = usize::from_str_radix(line.split(';').next().unwrap_or_default().trim(), 16)
+                    .map_err(|_| io::Error::other(format!("not a chunk size: {line:?}")))?;
                 check_size(answer.body.len().saturating_add(size))?;
                 if size == 0 {
                     while !self.take_line(deadline)?.is_empty() {}
@@ -239,9 +218,7 @@ impl Conn {
             }
         }
         if let Some(length) = answer.header("content-length") {
-            let length = length
-                .parse()
-                .map_err(|_| io::Error::other(format!("not a content length: {length:?}")))?;
+            let length = length.parse().map_err(|_| io::Error::other(format!("not a content length: {length:?}")))?;
             check_size(length)?;
             self.fill_to(length, deadline)?;
             answer.body = self.buf.drain(..length).collect();
@@ -268,17 +245,14 @@ impl Conn {
         if !self.buf.is_empty() || self.stream.set_nonblocking(true).is_err() {
             return true;
         }
-        let quiet =
-            matches!(self.stream.peek(&mut byte), Err(e) if e.kind() == io::ErrorKind::WouldBlock);
+        let quiet = matches!(self.stream.peek(&mut byte), Err(e) if e.kind() == io::ErrorKind::WouldBlock);
         self.stream.set_nonblocking(false).is_err() || !quiet
     }
 }
 
 fn check_size(bytes: usize) -> io::Result<()> {
     if bytes > ANSWER_BYTES_MAX {
-        return Err(io::Error::other(format!(
-            "an answer of {bytes} bytes is more than {ANSWER_BYTES_MAX}"
-        )));
+        return Err(io::Error::other(format!("an answer of {bytes} bytes is more than {ANSWER_BYTES_MAX}")));
     }
     Ok(())
 }
@@ -286,10 +260,7 @@ fn check_size(bytes: usize) -> io::Result<()> {
 fn time_left(deadline: Instant) -> io::Result<Duration> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() {
-        return Err(io::Error::new(
-            io::ErrorKind::TimedOut,
-            "no whole answer within the limit",
-        ));
+        return Err(io::Error::new(io::ErrorKind::TimedOut, "no whole answer within the limit"));
     }
     Ok(left)
 }
@@ -317,11 +288,7 @@ impl Photo {
     /// A PNG of about `bytes` bytes, called `[image#number]`.
     #[must_use]
     pub fn png(number: u32, bytes: usize, seed: u64) -> Self {
-        Self {
-            id: format!("image#{number}"),
-            mime: "image/png".to_owned(),
-            bytes: super::png::of_bytes(bytes, seed),
-        }
+        Self { id: format!("image#{number}"), mime: "image/png".to_owned(), bytes: super::png::of_bytes(bytes, seed) }
     }
 }
 
@@ -384,12 +351,7 @@ impl Client {
     /// A client of `addr`; it connects at the first request. Ten seconds for each answer.
     #[must_use]
     pub fn new(addr: SocketAddr) -> Self {
-        Self {
-            addr,
-            bearer: None,
-            limit: Duration::from_secs(10),
-            conn: None,
-        }
+        Self { addr, bearer: None, limit: Duration::from_secs(10), conn: None }
     }
 
     /// The same with another limit for each answer.
@@ -419,13 +381,7 @@ impl Client {
 
     /// The bytes of a request.
     #[must_use]
-    pub fn encode(
-        &self,
-        method: &str,
-        path: &str,
-        fields: &[(&str, &str)],
-        body: Option<&[u8]>,
-    ) -> Vec<u8> {
+    pub fn encode(&self, method: &str, path: &str, fields: &[(&str, &str)], body: Option<&[u8]>) -> Vec<u8> {
         let mut head = format!("{method} {path} HTTP/1.1\r\nHost: {}\r\n", self.addr);
         if let Some(token) = &self.bearer {
             head.push_str(&format!("Authorization: Bearer {token}\r\n"));
@@ -483,12 +439,7 @@ impl Client {
     /// # Errors
     /// As [`Client::request`].
     pub fn post(&mut self, path: &str, body: &Value) -> io::Result<Answer> {
-        self.request(
-            "POST",
-            path,
-            &[("Content-Type", "application/json")],
-            Some(body.to_string().as_bytes()),
-        )
+        self.request("POST", path, &[("Content-Type", "application/json")], Some(body.to_string().as_bytes()))
     }
 
     /// Writes `bytes` on a connection of their own and reads until it closes or the limit is over.
@@ -508,12 +459,7 @@ impl Client {
     /// What the kernel says.
     pub fn post_and_drop(&self, path: &str, body: &Value, keep: usize) -> io::Result<()> {
         let body = body.to_string();
-        let bytes = self.encode(
-            "POST",
-            path,
-            &[("Content-Type", "application/json")],
-            Some(body.as_bytes()),
-        );
+        let bytes = self.encode("POST", path, &[("Content-Type", "application/json")], Some(body.as_bytes()));
         let mut conn = Conn::open(self.addr, self.limit)?;
         conn.write(&bytes[..keep.min(bytes.len())], self.limit)
     }
@@ -529,19 +475,13 @@ impl Client {
         message_id: Option<&str>,
         photos: &[Photo],
     ) -> io::Result<Result<Accepted, Answer>> {
-        let answer = self.post(
-            "/api/chat/send",
-            &send_body(session, text, message_id, photos),
-        )?;
+        let answer = self.post("/api/chat/send", &send_body(session, text, message_id, photos))?;
         if answer.status != 200 {
             return Ok(Err(answer));
         }
-        serde_json::from_slice(&answer.body).map(Ok).map_err(|e| {
-            io::Error::other(format!(
-                "the answer to a send reads {:?}: {e}",
-                answer.text()
-            ))
-        })
+        serde_json::from_slice(&answer.body)
+            .map(Ok)
+            .map_err(|e| io::Error::other(format!("the answer to a send reads {:?}: {e}", answer.text())))
     }
 }
 
@@ -558,22 +498,17 @@ mod tests {
     fn scripted(answers: Vec<&'static [u8]>) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let addr = listener.local_addr().unwrap();
-        threads::spawn(
-            Name::fixed("scripted"),
-            SMALL_STACK_BYTES,
-            OnPanic::Contain,
-            move || {
-                for answer in answers {
-                    let (mut stream, _) = listener.accept().unwrap();
-                    stream.set_nodelay(true).unwrap();
-                    let mut seen = [0; 4096];
-                    let _ = stream.read(&mut seen);
-                    for byte in answer {
-                        let _ = stream.write_all(std::slice::from_ref(byte));
-                    }
+        threads::spawn(Name::fixed("scripted"), SMALL_STACK_BYTES, OnPanic::Contain, move || {
+            for answer in answers {
+                let (mut stream, _) = listener.accept().unwrap();
+                stream.set_nodelay(true).unwrap();
+                let mut seen = [0; 4096];
+                let _ = stream.read(&mut seen);
+                for byte in answer {
+                    let _ = stream.write_all(std::slice::from_ref(byte));
                 }
-            },
-        )
+            }
+        })
         .unwrap();
         addr
     }
@@ -596,23 +531,14 @@ mod tests {
             let mut conn = Conn::open(scripted(vec![bytes]), LIMIT).unwrap();
             conn.write(b"GET / HTTP/1.1\r\n\r\n", LIMIT).unwrap();
             let (answer, kept) = conn.read_answer(false, LIMIT).unwrap();
-            assert_eq!(
-                (answer.status, answer.text().as_str(), kept),
-                (*status, *body, *keep)
-            );
+            assert_eq!((answer.status, answer.text().as_str(), kept), (*status, *body, *keep));
         }
     }
 
     #[test]
     fn a_short_answer_and_a_silent_server_are_errors_within_the_limit() {
-        let mut client = Client::new(scripted(vec![
-            b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhello",
-        ]))
-        .limit(LIMIT);
-        assert_eq!(
-            client.get("/").unwrap_err().kind(),
-            io::ErrorKind::UnexpectedEof
-        );
+        let mut client = Client::new(scripted(vec![b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhello"])).limit(LIMIT);
+        assert_eq!(client.get("/").unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
         let silent = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut client = Client::new(silent.local_addr().unwrap()).limit(Duration::from_millis(50));
         assert_eq!(client.get("/").unwrap_err().kind(), io::ErrorKind::TimedOut);
@@ -625,10 +551,7 @@ mod tests {
         assert_eq!(client.get("/").unwrap().text(), "ok");
         let closed = Instant::now() + LIMIT;
         while !client.conn.as_ref().unwrap().is_stale() {
-            assert!(
-                Instant::now() < closed,
-                "the scripted server does not close"
-            );
+            assert!(Instant::now() < closed, "the scripted server does not close");
             threads_yield();
         }
         assert_eq!(client.get("/").unwrap().text(), "ok");
@@ -641,18 +564,10 @@ mod tests {
     #[test]
     fn a_send_carries_its_photos_as_base64() {
         let photo = Photo::png(1, 100, 7);
-        let body = send_body(
-            "main",
-            "look [image#1]",
-            Some("m1"),
-            std::slice::from_ref(&photo),
-        );
+        let body = send_body("main", "look [image#1]", Some("m1"), std::slice::from_ref(&photo));
         assert_eq!(body["messageId"], "m1");
         let data = body["images"][0]["dataBase64"].as_str().unwrap();
-        assert_eq!(
-            base64_simd::STANDARD.decode_to_vec(data).unwrap(),
-            photo.bytes
-        );
+        assert_eq!(base64_simd::STANDARD.decode_to_vec(data).unwrap(), photo.bytes);
         assert!(send_body("main", "x", None, &[]).get("images").is_none());
     }
 }

@@ -94,22 +94,14 @@ impl OrderCheck {
     }
 
     /// Takes in one frame. `data` is read only for hello and resync.
-    pub fn see(
-        &mut self,
-        id: Option<i64>,
-        event: &str,
-        data: impl FnOnce() -> Value,
-        asked: Option<&str>,
-    ) {
+    pub fn see(&mut self, id: Option<i64>, event: &str, data: impl FnOnce() -> Value, asked: Option<&str>) {
         match (id, event) {
             (None, "hello") => {
                 let data = data();
                 let head = data["head"].as_i64();
                 self.epoch = data["epoch"].as_str().map(str::to_owned);
                 // A cursor EPOCH.ID or ID goes on behind ID; without one, behind the head.
-                let after = asked
-                    .and_then(|c| c.rsplit('.').next()?.parse().ok())
-                    .or(head);
+                let after = asked.and_then(|c| c.rsplit('.').next()?.parse().ok()).or(head);
                 match after {
                     Some(after) => self.expected = Some(after + 1),
                     None => self.faults.push(format!("a hello without a head: {data}")),
@@ -137,13 +129,11 @@ impl OrderCheck {
                 match self.expected {
                     None => self.faults.push(format!("event {id} before the hello")),
                     Some(expected) if id < expected => {
-                        self.faults
-                            .push(format!("event {id} again (or late): {expected} was next"));
+                        self.faults.push(format!("event {id} again (or late): {expected} was next"));
                         return;
                     }
                     Some(expected) if id > expected => {
-                        self.faults
-                            .push(format!("a hole: event {id} came, {expected} was next"));
+                        self.faults.push(format!("a hole: event {id} came, {expected} was next"));
                     }
                     Some(_) => {}
                 }
@@ -155,12 +145,7 @@ impl OrderCheck {
 
 enum Wire {
     Ws(Box<WebSocket<TcpStream>>),
-    Sse {
-        stream: TcpStream,
-        raw: Vec<u8>,
-        text: Vec<u8>,
-        chunked: bool,
-    },
+    Sse { stream: TcpStream, raw: Vec<u8>, text: Vec<u8>, chunked: bool },
 }
 
 /// Buffer of a WebSocket reader, in bytes; the default of 128 KiB would be most of a watcher's memory.
@@ -179,12 +164,7 @@ pub fn open_websocket(
     let query = cursor.map(|c| format!("?after={c}")).unwrap_or_default();
     let uri = format!("ws://{addr}/api/events{query}")
         .parse()
-        .map_err(|e| {
-            io::Error::new(
-                io::ErrorKind::InvalidInput,
-                format!("cursor {cursor:?}: {e}"),
-            )
-        })?;
+        .map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, format!("cursor {cursor:?}: {e}")))?;
     let mut request = ClientRequestBuilder::new(uri);
     if let Some(token) = bearer {
         request = request.with_header("Authorization", format!("Bearer {token}"));
@@ -193,23 +173,13 @@ pub fn open_websocket(
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(limit))?;
     stream.set_write_timeout(Some(limit))?;
-    let config = WebSocketConfig::default()
-        .read_buffer_size(READ_BUFFER_BYTES)
-        .write_buffer_size(0);
+    let config = WebSocketConfig::default().read_buffer_size(READ_BUFFER_BYTES).write_buffer_size(0);
     match tungstenite::client::client_with_config(request, stream, Some(config)) {
         Ok((socket, _)) => Ok(socket),
         Err(HandshakeError::Interrupted(_)) => Err(io::ErrorKind::TimedOut.into()),
         Err(HandshakeError::Failure(tungstenite::Error::Http(answer))) => {
-            let body = answer
-                .body()
-                .as_deref()
-                .map(String::from_utf8_lossy)
-                .unwrap_or_default()
-                .into_owned();
-            Err(io::Error::other(format!(
-                "the upgrade was answered {}: {body}",
-                answer.status().as_u16()
-            )))
+            let body = answer.body().as_deref().map(String::from_utf8_lossy).unwrap_or_default().into_owned();
+            Err(io::Error::other(format!("the upgrade was answered {}: {body}", answer.status().as_u16())))
         }
         Err(HandshakeError::Failure(e)) => Err(as_io(e)),
     }
@@ -218,11 +188,7 @@ pub fn open_websocket(
 /// A WebSocket error as the plain I/O error it mostly is.
 #[must_use]
 pub fn as_io(e: tungstenite::Error) -> io::Error {
-    if let tungstenite::Error::Io(e) = e {
-        e
-    } else {
-        io::Error::other(e.to_string())
-    }
+    if let tungstenite::Error::Io(e) = e { e } else { io::Error::other(e.to_string()) }
 }
 
 /// One subscriber.
@@ -244,10 +210,7 @@ pub struct Follower {
 
 impl std::fmt::Debug for Follower {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Follower")
-            .field("addr", &self.addr)
-            .field("order", &self.order)
-            .finish_non_exhaustive()
+        f.debug_struct("Follower").field("addr", &self.addr).field("order", &self.order).finish_non_exhaustive()
     }
 }
 
@@ -266,12 +229,7 @@ impl Follower {
     ///
     /// # Errors
     /// What the kernel says, or the status of a refusal.
-    pub fn sse(
-        addr: SocketAddr,
-        cursor: Option<&str>,
-        as_last_event_id: bool,
-        limit: Duration,
-    ) -> io::Result<Self> {
+    pub fn sse(addr: SocketAddr, cursor: Option<&str>, as_last_event_id: bool, limit: Duration) -> io::Result<Self> {
         let mut follower = Self::detached(addr);
         follower.open_sse(cursor, as_last_event_id, limit)?;
         Ok(follower)
@@ -330,23 +288,14 @@ impl Follower {
     /// As [`Follower::websocket`].
     pub fn resume(&mut self, limit: Duration) -> io::Result<()> {
         let cursor = self.order.cursor();
-        if self.over_sse {
-            self.open_sse(cursor.as_deref(), true, limit)
-        } else {
-            self.open(cursor.as_deref(), limit)
-        }
+        if self.over_sse { self.open_sse(cursor.as_deref(), true, limit) } else { self.open(cursor.as_deref(), limit) }
     }
 
     /// Connects behind `cursor` (none: from now on), over Server-Sent Events.
     ///
     /// # Errors
     /// As [`Follower::sse`].
-    pub fn open_sse(
-        &mut self,
-        cursor: Option<&str>,
-        as_last_event_id: bool,
-        limit: Duration,
-    ) -> io::Result<()> {
+    pub fn open_sse(&mut self, cursor: Option<&str>, as_last_event_id: bool, limit: Duration) -> io::Result<()> {
         self.wire = None;
         self.over_sse = true;
         let mut fields = vec![("Accept", "text/event-stream")];
@@ -364,21 +313,11 @@ impl Follower {
         conn.write(&asker.encode("GET", &path, &fields, None), limit)?;
         let head = conn.read_head(limit)?;
         if head.status != 200 {
-            return Err(io::Error::other(format!(
-                "the stream was answered {}",
-                head.status
-            )));
+            return Err(io::Error::other(format!("the stream was answered {}", head.status)));
         }
-        let chunked = head
-            .header("transfer-encoding")
-            .is_some_and(|v| v.eq_ignore_ascii_case("chunked"));
+        let chunked = head.header("transfer-encoding").is_some_and(|v| v.eq_ignore_ascii_case("chunked"));
         let (stream, raw) = conn.into_parts();
-        self.wire = Some(Wire::Sse {
-            stream,
-            raw,
-            text: Vec::new(),
-            chunked,
-        });
+        self.wire = Some(Wire::Sse { stream, raw, text: Vec::new(), chunked });
         self.asked = cursor.map(str::to_owned);
         Ok(())
     }
@@ -403,9 +342,7 @@ impl Follower {
         match &mut self.wire {
             Some(Wire::Ws(socket)) => {
                 self.order.move_to(after);
-                socket
-                    .send(Message::text(format!("{{\"after\":{after}}}")))
-                    .map_err(as_io)
+                socket.send(Message::text(format!("{{\"after\":{after}}}"))).map_err(as_io)
             }
             Some(Wire::Sse { .. }) | None => Err(io::ErrorKind::NotConnected.into()),
         }
@@ -438,9 +375,7 @@ impl Follower {
     /// Reads once; false when the deadline passed.
     fn read_some(&mut self, deadline: Instant) -> io::Result<bool> {
         // A millisecond at least, so that a limit of zero still takes what lies ready.
-        let left = deadline
-            .saturating_duration_since(Instant::now())
-            .max(Duration::from_millis(1));
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         let texts: Vec<String> = match self.wire.as_mut().ok_or(io::ErrorKind::NotConnected)? {
             Wire::Ws(socket) => {
                 socket.get_ref().set_read_timeout(Some(left))?;
@@ -452,31 +387,20 @@ impl Follower {
                     }
                     Ok(Message::Pong(_)) => Vec::new(),
                     Ok(Message::Close(frame)) => {
-                        return Err(io::Error::new(
-                            io::ErrorKind::ConnectionAborted,
-                            format!("closed: {frame:?}"),
-                        ));
+                        return Err(io::Error::new(io::ErrorKind::ConnectionAborted, format!("closed: {frame:?}")));
                     }
                     Ok(Message::Binary(_) | Message::Frame(_)) => {
                         return Err(io::Error::other("a frame that is not text"));
                     }
                     Err(tungstenite::Error::Io(e))
-                        if matches!(
-                            e.kind(),
-                            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
-                        ) =>
+                        if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) =>
                     {
                         return Ok(Instant::now() < deadline);
                     }
                     Err(e) => return Err(as_io(e)),
                 }
             }
-            Wire::Sse {
-                stream,
-                raw,
-                text,
-                chunked,
-            } => {
+            Wire::Sse { stream, raw, text, chunked } => {
                 if !decode_sse(raw, text, *chunked)? {
                     stream.set_read_timeout(Some(left))?;
                     let mut chunk = [0; 16 * 1024];
@@ -501,18 +425,13 @@ impl Follower {
 
     fn take_in(&mut self, text: &str) -> io::Result<()> {
         let got = Instant::now();
-        let envelope: Envelope<'_> = serde_json::from_str(text)
-            .map_err(|e| io::Error::other(format!("not a frame: {text:.200}: {e}")))?;
+        let envelope: Envelope<'_> =
+            serde_json::from_str(text).map_err(|e| io::Error::other(format!("not a frame: {text:.200}: {e}")))?;
         let data: Value = match envelope.data {
             Some(raw) => serde_json::from_str(raw.get()).map_err(io::Error::other)?,
             None => Value::Null,
         };
-        self.order.see(
-            envelope.id,
-            &envelope.event,
-            || data.clone(),
-            self.asked.as_deref(),
-        );
+        self.order.see(envelope.id, &envelope.event, || data.clone(), self.asked.as_deref());
         self.ready.push_back(Frame {
             id: envelope.id,
             event: envelope.event.into_owned(),
@@ -527,12 +446,7 @@ impl Follower {
     ///
     /// # Errors
     /// `TimedOut` with the names of the last frames; what the connection says.
-    pub fn wait_for(
-        &mut self,
-        what: &str,
-        wanted: impl Fn(&Frame) -> bool,
-        limit: Duration,
-    ) -> io::Result<Frame> {
+    pub fn wait_for(&mut self, what: &str, wanted: impl Fn(&Frame) -> bool, limit: Duration) -> io::Result<Frame> {
         if let Some(frame) = self.seen.iter().find(|f| wanted(f)) {
             return Ok(frame.clone());
         }
@@ -543,12 +457,7 @@ impl Follower {
     ///
     /// # Errors
     /// As [`Follower::wait_for`].
-    pub fn wait_next(
-        &mut self,
-        what: &str,
-        wanted: impl Fn(&Frame) -> bool,
-        limit: Duration,
-    ) -> io::Result<Frame> {
+    pub fn wait_next(&mut self, what: &str, wanted: impl Fn(&Frame) -> bool, limit: Duration) -> io::Result<Frame> {
         if let Some(at) = self.seen[self.looked..].iter().position(&wanted) {
             self.looked += at + 1;
             return Ok(self.seen[self.looked - 1].clone());
@@ -558,12 +467,7 @@ impl Follower {
         Ok(frame)
     }
 
-    fn wait_new(
-        &mut self,
-        what: &str,
-        wanted: impl Fn(&Frame) -> bool,
-        limit: Duration,
-    ) -> io::Result<Frame> {
+    fn wait_new(&mut self, what: &str, wanted: impl Fn(&Frame) -> bool, limit: Duration) -> io::Result<Frame> {
         let deadline = Instant::now() + limit;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -578,20 +482,11 @@ impl Follower {
                         .rev()
                         .take(12)
                         .rev()
-                        .map(|f| {
-                            format!(
-                                "{}{}",
-                                f.event,
-                                f.id.map(|id| format!("#{id}")).unwrap_or_default()
-                            )
-                        })
+                        .map(|f| format!("{}{}", f.event, f.id.map(|id| format!("#{id}")).unwrap_or_default()))
                         .collect();
                     return Err(io::Error::new(
                         io::ErrorKind::TimedOut,
-                        format!(
-                            "no {what} within {limit:?}; the last frames: {}",
-                            last.join(" ")
-                        ),
+                        format!("no {what} within {limit:?}; the last frames: {}", last.join(" ")),
                     ));
                 }
             }
@@ -609,9 +504,8 @@ fn decode_sse(raw: &mut Vec<u8>, text: &mut Vec<u8>, chunked: bool) -> io::Resul
     let mut any = false;
     while let Some(line_end) = raw.windows(2).position(|w| w == b"\r\n") {
         let size_text = String::from_utf8_lossy(&raw[..line_end]).into_owned();
-        let size =
-            usize::from_str_radix(size_text.split(';').next().unwrap_or_default().trim(), 16)
-                .map_err(|_| io::Error::other(format!("not a chunk size: {size_text:?}")))?;
+        let size = usize::from_str_radix(size_text.split(';').next().unwrap_or_default().trim(), 16)
+            .map_err(|_| io::Error::other(format!("not a chunk size: {size_text:?}")))?;
         if size == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
@@ -656,10 +550,7 @@ fn take_sse_frames(text: &mut Vec<u8>) -> io::Result<Vec<String>> {
         match event {
             Some(event) if !whole => {
                 let id = id.map(|id| format!("\"id\":{id},")).unwrap_or_default();
-                frames.push(format!(
-                    "{{{id}\"event\":{},\"data\":{data}}}",
-                    Value::String(event)
-                ));
+                frames.push(format!("{{{id}\"event\":{},\"data\":{data}}}", Value::String(event)));
             }
             Some(_) | None => frames.push(data),
         }
@@ -682,11 +573,7 @@ mod tests {
     }
 
     fn hello(head: i64) -> (Option<i64>, &'static str, Value) {
-        (
-            None,
-            "hello",
-            json!({ "epoch": "e", "head": head, "oldest": 1 }),
-        )
+        (None, "hello", json!({ "epoch": "e", "head": head, "oldest": 1 }))
     }
 
     fn kept(id: i64) -> (Option<i64>, &'static str, Value) {
@@ -695,17 +582,10 @@ mod tests {
 
     #[test]
     fn ids_without_hole_or_double_are_fine_from_a_cursor_and_from_the_head() {
-        let live = checked(
-            None,
-            &[hello(7), kept(8), (None, "chat-turn", Value::Null), kept(9)],
-        );
+        let live = checked(None, &[hello(7), kept(8), (None, "chat-turn", Value::Null), kept(9)]);
         assert_eq!((live.faults.len(), live.kept, live.transient), (0, 2, 1));
         assert_eq!(live.cursor().as_deref(), Some("e.9"));
-        assert!(
-            checked(Some("e.3"), &[hello(7), kept(4), kept(5)])
-                .faults
-                .is_empty()
-        );
+        assert!(checked(Some("e.3"), &[hello(7), kept(4), kept(5)]).faults.is_empty());
         assert!(checked(Some("0"), &[hello(7), kept(1)]).faults.is_empty());
         let resync = (None, "resync", json!({ "reason": "old", "head": 20 }));
         let resynced = checked(Some("e.3"), &[hello(20), resync, kept(21)]);
@@ -722,10 +602,7 @@ mod tests {
             (vec![kept(1), kept(2)], "before the hello"),
         ] {
             let faults = checked(None, &frames).faults;
-            assert!(
-                faults.len() == 1 && faults[0].contains(word),
-                "{word}: {faults:?}"
-            );
+            assert!(faults.len() == 1 && faults[0].contains(word), "{word}: {faults:?}");
         }
     }
 
@@ -749,15 +626,9 @@ mod tests {
         let mut text = Vec::new();
         assert!(decode_sse(&mut raw, &mut text, true).unwrap());
         let frames = take_sse_frames(&mut text).unwrap();
-        assert_eq!(
-            frames,
-            [r#"{"id":5,"event":"chat-complete","data":{"sessionId":"s"}}"#]
-        );
+        assert_eq!(frames, [r#"{"id":5,"event":"chat-complete","data":{"sessionId":"s"}}"#]);
         assert_eq!(raw, b"5\r\n\ndata");
         let mut text = b"id: e.6\ndata: {\"id\":6,\"event\":\"x\",\"data\":{}}\n\n".to_vec();
-        assert_eq!(
-            take_sse_frames(&mut text).unwrap(),
-            [r#"{"id":6,"event":"x","data":{}}"#]
-        );
+        assert_eq!(take_sse_frames(&mut text).unwrap(), [r#"{"id":6,"event":"x","data":{}}"#]);
     }
 }

@@ -43,10 +43,7 @@ impl Board {
         Self {
             begun: Instant::now(),
             bin: (duration / BINS).max(BIN_MIN),
-            groups: groups
-                .into_iter()
-                .map(|name| (name, Mutex::new(BTreeMap::new())))
-                .collect(),
+            groups: groups.into_iter().map(|name| (name, Mutex::new(BTreeMap::new()))).collect(),
         }
     }
 
@@ -69,10 +66,7 @@ impl Board {
         // A run may last longer than planned (settling, a slow machine): the last point takes the rest.
         let at = at.min(BINS as usize * 4);
         while row.bins.len() <= at {
-            row.bins.push(Bin {
-                hist: Histogram::new(2).expect("2 digits are possible"),
-                errors: 0,
-            });
+            row.bins.push(Bin { hist: Histogram::new(2).expect("2 digits are possible"), errors: 0 });
         }
         f(row, at);
     }
@@ -86,9 +80,7 @@ impl Board {
     pub fn took_many(&self, group: usize, step: &'static str, latencies: &[Duration]) {
         self.with_row(group, step, |row, at| {
             for latency in latencies {
-                let us = u64::try_from(latency.as_micros())
-                    .unwrap_or(u64::MAX)
-                    .clamp(1, u64::from(u32::MAX));
+                let us = u64::try_from(latency.as_micros()).unwrap_or(u64::MAX).clamp(1, u64::from(u32::MAX));
                 // Histograms that grow as needed take every value there is.
                 row.hist.record(us).expect("the histogram resizes");
                 row.bins[at].hist.record(us).expect("the histogram resizes");
@@ -160,10 +152,8 @@ impl Board {
 }
 
 /// Points of the percentile curve.
-const PERCENTILES: &[f64] = &[
-    0.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 97.5, 99.0, 99.5, 99.75, 99.9, 99.95, 99.99, 99.999,
-    100.0,
-];
+const PERCENTILES: &[f64] =
+    &[0.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 97.5, 99.0, 99.5, 99.75, 99.9, 99.95, 99.99, 99.999, 100.0];
 
 /// One line of the table.
 #[derive(Debug, Clone, Serialize)]
@@ -229,18 +219,9 @@ mod tests {
         board.failed(0, "send", "second");
         assert_eq!(board.totals(), (1000, 2));
         let row = board.rows(Duration::from_secs(2)).remove(0);
-        assert_eq!(
-            (row.count, row.errors, row.first_error.as_deref()),
-            (1000, 2, Some("first"))
-        );
-        assert!(
-            (row.p50_ms - 5.0).abs() < 0.05 && (row.p99_ms - 9.9).abs() < 0.05,
-            "{row:?}"
-        );
-        assert!(
-            (row.per_s - 500.0).abs() < 0.1 && (row.max_ms - 10.0).abs() < 0.02,
-            "{row:?}"
-        );
+        assert_eq!((row.count, row.errors, row.first_error.as_deref()), (1000, 2, Some("first")));
+        assert!((row.p50_ms - 5.0).abs() < 0.05 && (row.p99_ms - 9.9).abs() < 0.05, "{row:?}");
+        assert!((row.per_s - 500.0).abs() < 0.1 && (row.max_ms - 10.0).abs() < 0.02, "{row:?}");
         assert_eq!(row.course.iter().map(|p| p.errors).sum::<u64>(), 2);
     }
 }

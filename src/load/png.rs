@@ -45,9 +45,7 @@ pub fn noise(width: u32, height: u32, seed: u64) -> Vec<u8> {
     for _ in 0..height {
         raw.extend_from_slice(&[0]); // filter type of the row: none
         for _ in 0..width {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             raw.push((state >> 56) as u8);
         }
     }
@@ -82,11 +80,7 @@ pub fn of_bytes(bytes: usize, seed: u64) -> Vec<u8> {
     let pixels = bytes.saturating_sub(63).max(1);
     let width = (pixels as f64).sqrt().ceil().clamp(1.0, 2_000.0) as usize;
     let height = (pixels / (width + 1)).max(1);
-    noise(
-        u32::try_from(width).unwrap_or(1),
-        u32::try_from(height).unwrap_or(1),
-        seed,
-    )
+    noise(u32::try_from(width).unwrap_or(1), u32::try_from(height).unwrap_or(1), seed)
 }
 
 #[cfg(test)]
@@ -104,14 +98,8 @@ mod tests {
     fn pictures_are_about_as_large_as_asked_and_differ_by_seed() {
         for bytes in [70, 500, 70_000, 200_000, 1_000_000] {
             let picture = of_bytes(bytes, 1);
-            assert!(
-                picture.starts_with(b"\x89PNG\r\n\x1a\n") && picture.ends_with(b"\xae\x42\x60\x82")
-            );
-            assert!(
-                picture.len().abs_diff(bytes) * 10 <= bytes,
-                "{} for {bytes}",
-                picture.len()
-            );
+            assert!(picture.starts_with(b"\x89PNG\r\n\x1a\n") && picture.ends_with(b"\xae\x42\x60\x82"));
+            assert!(picture.len().abs_diff(bytes) * 10 <= bytes, "{} for {bytes}", picture.len());
         }
         assert_ne!(of_bytes(500, 1), of_bytes(500, 2));
         assert_eq!(of_bytes(500, 1), of_bytes(500, 1));

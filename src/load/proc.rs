@@ -31,13 +31,7 @@ pub struct Usage {
 /// Fields of `/proc/<pid>/stat` after the name, which may itself hold spaces and parentheses.
 fn stat_fields(pid: u32) -> Option<Vec<String>> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    Some(
-        stat.rsplit_once(')')?
-            .1
-            .split_whitespace()
-            .map(str::to_owned)
-            .collect(),
-    )
+    Some(stat.rsplit_once(')')?.1.split_whitespace().map(str::to_owned).collect())
 }
 
 fn status_kib(status: &str, key: &str) -> u64 {
@@ -64,10 +58,7 @@ pub fn usage(pid: u32) -> Option<Usage> {
         rss_kib: status_kib(&status, "VmRSS"),
         rss_peak_kib: status_kib(&status, "VmHWM"),
         threads: status_kib(&status, "Threads"),
-        fds: fs::read_dir(format!("/proc/{pid}/fd"))
-            .ok()?
-            .flatten()
-            .count() as u64,
+        fds: fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten().count() as u64,
         children: children(pid).len() as u64,
         cpu_ms: ticks * 1000 / rustix::param::clock_ticks_per_second().max(1),
         switches,
@@ -99,8 +90,7 @@ pub fn children(pid: u32) -> Vec<u32> {
         .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
         .filter(|child| {
             stat_fields(*child).is_some_and(|f| {
-                f.get(1).is_some_and(|ppid| *ppid == parent)
-                    && f.first().is_some_and(|state| state != "Z")
+                f.get(1).is_some_and(|ppid| *ppid == parent) && f.first().is_some_and(|state| state != "Z")
             })
         })
         .collect()
@@ -132,10 +122,7 @@ pub fn exited_within(pid: u32, limit: Duration) -> bool {
     let deadline = std::time::Instant::now() + limit;
     loop {
         let left = deadline.saturating_duration_since(std::time::Instant::now());
-        let timeout = Timespec::try_from(left).unwrap_or(Timespec {
-            tv_sec: i64::from(i32::MAX),
-            tv_nsec: 0,
-        });
+        let timeout = Timespec::try_from(left).unwrap_or(Timespec { tv_sec: i64::from(i32::MAX), tv_nsec: 0 });
         match rustix::event::poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)) {
             Ok(0) => return false,
             Ok(_) => return true,
@@ -154,19 +141,13 @@ mod tests {
         let me = std::process::id();
         let before = usage(me).unwrap();
         assert!(before.rss_kib > 0 && before.threads > 0 && before.fds > 2);
-        let mut child = std::process::Command::new("sleep")
-            .arg("60")
-            .spawn()
-            .unwrap();
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         assert!(children(me).contains(&child.id()));
         assert!(start_time(child.id()).unwrap() >= start_time(me).unwrap());
         assert!(!exited_within(child.id(), Duration::from_millis(1)));
         assert!(signal(child.id(), Signal::KILL));
         assert!(exited_within(child.id(), Duration::from_secs(10)));
-        assert!(
-            !children(me).contains(&child.id()),
-            "a zombie is not a live child"
-        );
+        assert!(!children(me).contains(&child.id()), "a zombie is not a live child");
         child.wait().unwrap();
         assert!(exited_within(child.id(), Duration::ZERO));
     }

@@ -12,24 +12,14 @@ use super::scenario::Group;
 fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns)
-        .map(|c| {
-            rows.iter()
-                .filter_map(|r| r.get(c))
-                .map(|t| t.chars().count())
-                .max()
-                .unwrap_or(0)
-        })
+        .map(|c| rows.iter().filter_map(|r| r.get(c)).map(|t| t.chars().count()).max().unwrap_or(0))
         .collect();
     let mut out = String::new();
     for row in rows {
         let mut line = String::new();
         for (c, cell) in row.iter().enumerate() {
             let width = widths[c];
-            let _ = if c < 2 {
-                write!(line, "{cell:<width$}  ")
-            } else {
-                write!(line, "{cell:>width$}  ")
-            };
+            let _ = if c < 2 { write!(line, "{cell:<width$}  ") } else { write!(line, "{cell:>width$}  ") };
         }
         out.push_str(line.trim_end());
         out.push('\n');
@@ -85,9 +75,7 @@ pub fn text(outcome: &Outcome) -> String {
         outcome.kills.0,
         outcome.kills.1
     );
-    let head = [
-        "group", "step", "pace", "count", "errors", "per s", "p50", "p90", "p99", "p99.9", "max ms",
-    ];
+    let head = ["group", "step", "pace", "count", "errors", "per s", "p50", "p90", "p99", "p99.9", "max ms"];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     for row in &outcome.rows {
         rows.push(vec![
@@ -113,20 +101,11 @@ pub fn text(outcome: &Outcome) -> String {
     }
     out.push('\n');
     if let Some(after) = outcome.started_after {
-        let _ = writeln!(
-            out,
-            "server: listening after {} ms",
-            ms(after.as_secs_f64() * 1000.0)
-        );
+        let _ = writeln!(out, "server: listening after {} ms", ms(after.as_secs_f64() * 1000.0));
     }
     if let (Some(first), Some(last)) = (outcome.samples.first(), outcome.samples.last()) {
-        let max =
-            |f: fn(&super::run::Sample) -> f64| outcome.samples.iter().map(f).fold(0.0, f64::max);
-        let mut rows = vec![
-            ["server", "", "first", "max", "last"]
-                .map(str::to_owned)
-                .to_vec(),
-        ];
+        let max = |f: fn(&super::run::Sample) -> f64| outcome.samples.iter().map(f).fold(0.0, f64::max);
+        let mut rows = vec![["server", "", "first", "max", "last"].map(str::to_owned).to_vec()];
         type Look = fn(&super::run::Sample) -> f64;
         let looks: [(&str, Look); 5] = [
             ("resident MiB", |s| s.usage.rss_kib as f64 / 1024.0),
@@ -166,11 +145,7 @@ pub fn text(outcome: &Outcome) -> String {
         let _ = writeln!(out, "  VIOLATION {violation}");
     }
     if outcome.verdict.violations.len() > VIOLATIONS_SHOWN {
-        let _ = writeln!(
-            out,
-            "  … and {} more",
-            outcome.verdict.violations.len() - VIOLATIONS_SHOWN
-        );
+        let _ = writeln!(out, "  … and {} more", outcome.verdict.violations.len() - VIOLATIONS_SHOWN);
     }
     let _ = writeln!(out, "{}", if outcome.is_good() { "GOOD" } else { "BAD" });
     out

@@ -54,12 +54,7 @@ mod tests {
     fn one_seed_is_one_course_and_lanes_differ() {
         let course = |seed, lane| {
             let mut rng = Rng::new(seed, lane);
-            [
-                rng.next_u64(),
-                rng.next_u64(),
-                rng.below(10),
-                rng.next_u64(),
-            ]
+            [rng.next_u64(), rng.next_u64(), rng.below(10), rng.next_u64()]
         };
         assert_eq!(course(1, 1), course(1, 1));
         assert_ne!(course(1, 1), course(1, 2));

@@ -16,7 +16,8 @@ A scenario is one JSON object:
   settle_within_s    how long the server may take to finish its turns afterwards (60)
   insist_s           a send without an answer, or with 503 or 429, is repeated with the same id for so long (0)
   errors_max         more failed steps than this fail the run; null: any number (0)
-  rss_slack_mib      growth of the idle server that is no leak (24)
+  rss_slack_mib      growth of the idle server that is no leak (24): allocators keep some for each thread that worked
+  files_slack        the same for open files (0): SQLite keeps one for each reader there was at once
   archive            a transcript written before the server starts (--spawn only), as session `archive`:
                      {mib, photo_kib, photos_every (lines; 0: none)}
   chaos              what --chaos does: {kill_server_every_s, kill_agent_every_s}; each may be null
@@ -116,6 +117,8 @@ pub struct Scenario {
     pub errors_max: Option<u64>,
     #[serde(default = "default_rss_slack_mib")]
     pub rss_slack_mib: u64,
+    #[serde(default)]
+    pub files_slack: u64,
     #[serde(default)]
     pub archive: Option<ArchivePlan>,
     #[serde(default)]
@@ -332,16 +335,8 @@ impl Scenario {
     }
 
     fn check(&self) -> Result<(), String> {
-        if !self
-            .name
-            .bytes()
-            .all(|b| b.is_ascii_alphanumeric() || b == b'-')
-            || self.name.is_empty()
-        {
-            return Err(format!(
-                "name {:?}: letters, digits and hyphens only",
-                self.name
-            ));
+        if !self.name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-') || self.name.is_empty() {
+            return Err(format!("name {:?}: letters, digits and hyphens only", self.name));
         }
         for (what, value, low) in [
             ("duration_s", self.duration_s, 0.1),
@@ -359,10 +354,7 @@ impl Scenario {
                 Group::Script(script) => self.check_script(script)?,
                 Group::Watch(watch) => {
                     if watch.stalled > watch.watchers || watch.per_thread == 0 {
-                        return Err(format!(
-                            "group {}: stalled or per_thread out of range",
-                            watch.name
-                        ));
+                        return Err(format!("group {}: stalled or per_thread out of range", watch.name));
                     }
                 }
             }
@@ -372,10 +364,7 @@ impl Scenario {
 
     fn check_script(&self, script: &Script) -> Result<(), String> {
         let refuse = |why: &str| Err(format!("group {}: {why}", script.name));
-        if script
-            .per_s
-            .is_some_and(|r| !(0.000_1..=100_000.0).contains(&r))
-        {
+        if script.per_s.is_some_and(|r| !(0.000_1..=100_000.0).contains(&r)) {
             return refuse("per_s must be 0.0001 to 100000");
         }
         match script.session {
@@ -385,10 +374,7 @@ impl Scenario {
             SessionChoice::Archive if self.archive.is_none() => {
                 return refuse("`archive` needs an archive");
             }
-            SessionChoice::Shared
-            | SessionChoice::Main
-            | SessionChoice::New
-            | SessionChoice::Archive => {}
+            SessionChoice::Shared | SessionChoice::Main | SessionChoice::New | SessionChoice::Archive => {}
         }
         let (mut sent, mut follows) = (false, false);
         for step in script.start.iter().chain(&script.rounds) {
@@ -428,34 +414,13 @@ impl Scenario {
 
     /// Scenarios that come with the tool: name and text.
     pub const STANDING: &'static [(&'static str, &'static str)] = &[
-        (
-            "one-phone",
-            include_str!("../../scripts/scenarios/one-phone.json"),
-        ),
-        (
-            "family",
-            include_str!("../../scripts/scenarios/family.json"),
-        ),
-        (
-            "watchers",
-            include_str!("../../scripts/scenarios/watchers.json"),
-        ),
-        (
-            "senders",
-            include_str!("../../scripts/scenarios/senders.json"),
-        ),
-        (
-            "archive",
-            include_str!("../../scripts/scenarios/archive.json"),
-        ),
-        (
-            "streams",
-            include_str!("../../scripts/scenarios/streams.json"),
-        ),
-        (
-            "bad-day",
-            include_str!("../../scripts/scenarios/bad-day.json"),
-        ),
+        ("one-phone", include_str!("../../scripts/scenarios/one-phone.json")),
+        ("family", include_str!("../../scripts/scenarios/family.json")),
+        ("watchers", include_str!("../../scripts/scenarios/watchers.json")),
+        ("senders", include_str!("../../scripts/scenarios/senders.json")),
+        ("archive", include_str!("../../scripts/scenarios/archive.json")),
+        ("streams", include_str!("../../scripts/scenarios/streams.json")),
+        ("bad-day", include_str!("../../scripts/scenarios/bad-day.json")),
     ];
 }
 
@@ -477,27 +442,12 @@ mod tests {
         let with = |rest: &str| Scenario::parse(&format!(r#"{{"name":"x","groups":[{rest}]}}"#));
         assert!(with("").is_ok());
         for (group, word) in [
-            (
-                r#"{"name":"g","clients":1,"loop":[{"do":"repeat"}]}"#,
-                "repeat",
-            ),
-            (
-                r#"{"name":"g","clients":1,"loop":[{"do":"send"},{"do":"wait"}]}"#,
-                "wait",
-            ),
-            (
-                r#"{"name":"g","clients":1,"loop":[{"do":"resume"}]}"#,
-                "resume",
-            ),
-            (
-                r#"{"name":"g","clients":1,"loop":[{"do":"status","chance":2}]}"#,
-                "chance",
-            ),
+            (r#"{"name":"g","clients":1,"loop":[{"do":"repeat"}]}"#, "repeat"),
+            (r#"{"name":"g","clients":1,"loop":[{"do":"send"},{"do":"wait"}]}"#, "wait"),
+            (r#"{"name":"g","clients":1,"loop":[{"do":"resume"}]}"#, "resume"),
+            (r#"{"name":"g","clients":1,"loop":[{"do":"status","chance":2}]}"#, "chance"),
             (r#"{"name":"g","clients":1,"per_s":0,"loop":[]}"#, "per_s"),
-            (
-                r#"{"name":"g","clients":1,"session":"archive","loop":[]}"#,
-                "archive",
-            ),
+            (r#"{"name":"g","clients":1,"session":"archive","loop":[]}"#, "archive"),
             (r#"{"name":"g","watchers":1,"stalled":2}"#, "stalled"),
             (r#"{"name":"g","clients":1,"loop":[{"do":"dance"}]}"#, ""),
         ] {

@@ -13,7 +13,7 @@ use rustix::process::Signal;
 
 use super::proc;
 use crate::sync::{Mutex, Receiver, RecvTimeoutError, bounded};
-use crate::threads::{self, Name, OnPanic, SMALL_STACK_BYTES};
+use crate::threads::{Name, OnPanic, self, SMALL_STACK_BYTES, Thread};
 
 /// Most of the server's stderr that is kept, in bytes; the oldest half goes first.
 const STDERR_BYTES_MAX: usize = 1024 * 1024;
@@ -72,14 +72,7 @@ impl Spawned {
     pub fn start(options: SpawnOptions) -> io::Result<Self> {
         let stderr = Arc::new(Mutex::new(Vec::new()));
         let (child, addr, started_after) = launch(&options, &stderr)?;
-        Ok(Self {
-            options,
-            child,
-            ended: None,
-            addr,
-            stderr,
-            started_after,
-        })
+        Ok(Self { options, child, ended: None, addr, stderr, started_after })
     }
 
     /// Where it listens.
@@ -149,10 +142,7 @@ impl Spawned {
         if !proc::exited_within(self.child.id(), limit) {
             return Err(io::Error::new(
                 io::ErrorKind::TimedOut,
-                format!(
-                    "the server (pid {}) is still there after {limit:?}",
-                    self.child.id()
-                ),
+                format!("the server (pid {}) is still there after {limit:?}", self.child.id()),
             ));
         }
         let status = self.child.wait()?;
@@ -191,11 +181,8 @@ impl Drop for Spawned {
             return;
         }
         // An agent may have been told to ignore the parent-death signal: note who they are before the parent goes.
-        let agents: Vec<(u32, Option<u64>)> = self
-            .agents()
-            .into_iter()
-            .map(|pid| (pid, proc::start_time(pid)))
-            .collect();
+        let agents: Vec<(u32, Option<u64>)> =
+            self.agents().into_iter().map(|pid| (pid, proc::start_time(pid))).collect();
         let _ = self.kill9();
         for (pid, started) in agents {
             if started.is_some() && proc::start_time(pid) == started {
@@ -205,10 +192,7 @@ impl Drop for Spawned {
     }
 }
 
-fn launch(
-    options: &SpawnOptions,
-    stderr: &Arc<Mutex<Vec<u8>>>,
-) -> io::Result<(Child, SocketAddr, Duration)> {
+fn launch(options: &SpawnOptions, stderr: &Arc<Mutex<Vec<u8>>>) -> io::Result<(Child, SocketAddr, Duration)> {
     let begun = Instant::now();
     let mut child = Command::new(&options.program)
         .arg("--box")
@@ -221,92 +205,61 @@ fn launch(
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
-        .map_err(|e| {
-            io::Error::new(
-                e.kind(),
-                format!("cannot start {}: {e}", options.program.display()),
-            )
-        })?;
+        .map_err(|e| io::Error::new(e.kind(), format!("cannot start {}: {e}", options.program.display())))?;
     let (out, err) = (child.stdout.take(), child.stderr.take());
     let listening = read_stdout(out)?;
-    keep_stderr(err, Arc::clone(stderr))?;
+    let reading = keep_stderr(err, Arc::clone(stderr))?;
 
     let refuse = |mut child: Child, what: String| {
         let _ = child.kill();
         let status = child.wait();
+        // Its last words may still be on their way through the pipe; an agent of its own could hold that open.
+        let _ = reading.join_within(Duration::from_secs(2));
         let said = String::from_utf8_lossy(&stderr.lock()).into_owned();
         let status = status.map_or_else(|e| e.to_string(), |s| s.to_string());
-        Err(io::Error::other(format!(
-            "{what} ({status}); its stderr:\n{said}"
-        )))
+        Err(io::Error::other(format!("{what} ({status}); its stderr:\n{said}")))
     };
     match listening.recv_timeout(options.start_within) {
-        Ok(url) => match url
-            .trim()
-            .trim_start_matches("http://")
-            .trim_end_matches('/')
-            .parse()
-        {
+        Ok(url) => match url.trim().trim_start_matches("http://").trim_end_matches('/').parse() {
             Ok(addr) => Ok((child, addr, begun.elapsed())),
-            Err(_) => refuse(
-                child,
-                format!("the server says it listens on {url:?}, which is no address"),
-            ),
+            Err(_) => refuse(child, format!("the server says it listens on {url:?}, which is no address")),
         },
         Err(RecvTimeoutError::Disconnected) => {
             // It ended: let it leave its exit status and its last words before it is reported.
             let _ = proc::exited_within(child.id(), GONE_WITHIN);
             refuse(child, "the server ended before it listened".to_owned())
         }
-        Err(RecvTimeoutError::Timeout) => refuse(
-            child,
-            format!(
-                "the server does not listen after {:?}",
-                options.start_within
-            ),
-        ),
+        Err(RecvTimeoutError::Timeout) => {
+            refuse(child, format!("the server does not listen after {:?}", options.start_within))
+        }
     }
 }
 
 /// The address from the line `listening on …`; the pipe is read to its end so that the server never blocks on it.
 fn read_stdout(out: Option<impl Read + Send + 'static>) -> io::Result<Receiver<String>> {
     let (said, hear) = bounded(1);
-    threads::spawn(
-        Name::fixed("srv-stdout"),
-        SMALL_STACK_BYTES,
-        OnPanic::Contain,
-        move || {
-            let Some(out) = out else { return };
-            for line in BufReader::new(out).lines().map_while(Result::ok) {
-                if let Some(url) = line.strip_prefix("listening on ") {
-                    // Full means that the first such line already went; later ones tell nothing new.
-                    let _ = said.try_send(url.to_owned());
-                }
+    threads::spawn(Name::fixed("srv-stdout"), SMALL_STACK_BYTES, OnPanic::Contain, move || {
+        let Some(out) = out else { return };
+        for line in BufReader::new(out).lines().map_while(Result::ok) {
+            if let Some(url) = line.strip_prefix("listening on ") {
+                // Full means that the first such line already went; later ones tell nothing new.
+                let _ = said.try_send(url.to_owned());
             }
-        },
-    )?;
+        }
+    })?;
     Ok(hear)
 }
 
-fn keep_stderr(
-    err: Option<impl Read + Send + 'static>,
-    into: Arc<Mutex<Vec<u8>>>,
-) -> io::Result<()> {
-    threads::spawn(
-        Name::fixed("srv-stderr"),
-        SMALL_STACK_BYTES,
-        OnPanic::Contain,
-        move || {
-            let Some(mut err) = err else { return };
-            let mut chunk = [0; 8192];
-            while let Ok(n @ 1..) = err.read(&mut chunk) {
-                let mut kept = into.lock();
-                if kept.len() > STDERR_BYTES_MAX {
-                    kept.drain(..STDERR_BYTES_MAX / 2);
-                }
-                kept.extend_from_slice(&chunk[..n]);
+fn keep_stderr(err: Option<impl Read + Send + 'static>, into: Arc<Mutex<Vec<u8>>>) -> io::Result<Thread> {
+    threads::spawn(Name::fixed("srv-stderr"), SMALL_STACK_BYTES, OnPanic::Contain, move || {
+        let Some(mut err) = err else { return };
+        let mut chunk = [0; 8192];
+        while let Ok(n @ 1..) = err.read(&mut chunk) {
+            let mut kept = into.lock();
+            if kept.len() > STDERR_BYTES_MAX {
+                kept.drain(..STDERR_BYTES_MAX / 2);
             }
-        },
-    )?;
-    Ok(())
+            kept.extend_from_slice(&chunk[..n]);
+        }
+    })
 }

@@ -184,6 +184,7 @@ struct Shared {
     inbox: Mutex<Inbox>,
     waker: reactor::Waker,
     asks: replay::Asks,
+    store: Arc<dyn EventStore>,
 }
 
 /// Handle of the live stream.
@@ -213,6 +214,7 @@ pub fn start(bus: Arc<Bus>, store: Arc<dyn EventStore>, limits: PushLimits) -> R
         inbox: Mutex::default(),
         waker: reactor::Waker::new()?,
         asks: replay::Asks::default(),
+        store: store.clone(),
     });
     let reactor = reactor::Reactor::new(shared.clone())?;
     let waking = Arc::downgrade(&shared);

@@ -300,6 +300,7 @@ impl Reactor {
         }
         if self.clients == 0 {
             self.next_tick_ms = self.now_ms + self.tick_ms();
+            self.shared.store.set_watched(true);
         }
         self.clients += 1;
         let counters = &self.shared.counters;
@@ -463,6 +464,9 @@ impl Reactor {
             self.slots[at].generation = self.slots[at].generation.wrapping_add(1);
             self.free.push(at);
             self.clients -= 1;
+            if self.clients == 0 {
+                self.shared.store.set_watched(false);
+            }
             return;
         }
         if let Some(want) = client.want.take() {

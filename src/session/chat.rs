@@ -72,12 +72,13 @@ pub fn send(registry: &Arc<Registry>, word: &Word, draft: Draft) -> Result<Sent>
     {
         return answer.map(Sent::Repeat).map_err(|_| conflict(claim));
     }
+    // Before a conversation is coined: a refused send leaves nothing behind.
+    let seeded = seeds(&draft.seeds)?;
     let session = registry.for_send(word)?;
     if session.kind != Kind::Chat {
         return Err(Error::new(Code::ThreadSession, format!("{} is the conversation of a thread", session.id())));
     }
     ensure_resumable(&session)?;
-    let seeded = seeds(&draft.seeds)?;
     registry.keep(&session);
     if let Some(features) = seeded {
         let mut state = session.state();
@@ -140,7 +141,13 @@ fn conflict(claim: &Claim) -> Error {
 /// First words of a message, for the list; `None` if it has no words.
 #[must_use]
 pub fn label_of(text: &str) -> Option<String> {
-    let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let shown = crate::transcript::record::shown_text(text);
+    // `<typed user="…">` and its like say who wrote, not what.
+    let shown = match shown.trim_start().strip_prefix('<').and_then(|rest| rest.split_once('>')) {
+        Some((tag, rest)) if ["typed", "speech", "external-input"].iter().any(|t| tag.starts_with(t)) => rest,
+        Some(_) | None => &shown,
+    };
+    let words = shown.split("</").next().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ");
     let label: String = words.chars().take(LABEL_CHARS).collect();
     (!label.is_empty()).then_some(label)
 }
@@ -273,7 +280,7 @@ fn after_commit(session: &Session) -> Result<()> {
 /// `cannot_record` when the journal takes nothing; nothing was stopped then.
 pub fn stop(session: &Arc<Session>) -> Result<Did> {
     let places = session.reserve(4)?;
-    let did = session.apply_with(Fact::Stop, Some(places));
+    let did = session.apply_with(session.way_to_close(), Some(places));
     after_commit(session)?;
     Ok(did)
 }
@@ -372,8 +379,12 @@ impl Session {
         if let Ok(place) = self.context.journal.reserve_for_outcome(1) {
             state.row_kept = true;
             let row = super::registry::row_of(&self.kind, &state);
-            let unit = Unit { changes: vec![Change::Session(row)], events: vec![] };
-            self.context.journal.owe(unit, place, Box::new(|_| ()));
+            let mut changes = vec![Change::Session(row)];
+            if state.features != Features::default() {
+                let json = serde_json::to_string(&state.features).unwrap_or_default();
+                changes.push(Change::Features { session: state.id.clone(), json });
+            }
+            self.context.journal.owe(Unit { changes, events: vec![] }, place, Box::new(|_| ()));
         }
     }
 
@@ -411,6 +422,8 @@ mod tests {
     fn a_label_is_the_first_words_on_one_line_never_half_a_character() {
         assert_eq!(label_of("  \n "), None);
         assert_eq!(label_of("two\n\n words "), Some("two words".into()));
+        assert_eq!(label_of("<typed user=\"Ann\">buy milk</typed>"), Some("buy milk".into()));
+        assert_eq!(label_of("a < b and c > d"), Some("a < b and c > d".into()));
         let long = "ä".repeat(200);
         assert_eq!(label_of(&long).unwrap().chars().count(), LABEL_CHARS);
     }

@@ -62,11 +62,7 @@ pub struct Entry {
 
 /// One block of an entry.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-#[serde(
-    tag = "type",
-    rename_all = "snake_case",
-    rename_all_fields = "camelCase"
-)]
+#[serde(tag = "type", rename_all = "snake_case", rename_all_fields = "camelCase")]
 pub enum Block {
     /// Words.
     Text {
@@ -149,12 +145,8 @@ pub fn build(
         // Read whole before, so it cannot fail here.
         let _ = walk_blocks(&mut cursor, |block| match role(&block, cuts) {
             Role::Nothing => {}
-            Role::Text(text) => blocks.push(Block::Text {
-                text: shown_text(&text.text(cuts)).into_owned(),
-            }),
-            Role::Thought(text) => blocks.push(Block::Thinking {
-                text: text.text(cuts).into_owned(),
-            }),
+            Role::Text(text) => blocks.push(Block::Text { text: shown_text(&text.text(cuts)).into_owned() }),
+            Role::Thought(text) => blocks.push(Block::Thinking { text: text.text(cuts).into_owned() }),
             Role::Call => blocks.push(call(&block, line, cuts)),
             Role::Result => results.extend(result(&block, line, cuts)),
             Role::Photo => blocks.push(photo(&block, cuts, session, &uuid, record.in_message)),
@@ -164,23 +156,10 @@ pub fn build(
     let entry = entry_type(record.kind).map(|kind| {
         let (user, user_email) = match kind {
             EntryType::User => author(&blocks),
-            EntryType::Assistant
-            | EntryType::Compaction
-            | EntryType::Interrupted
-            | EntryType::Notice => (None, None),
+            EntryType::Assistant | EntryType::Compaction | EntryType::Interrupted | EntryType::Notice => (None, None),
         };
-        let timestamp = record
-            .timestamp
-            .and_then(|t| t.short(WORD_BYTES_MAX))
-            .map(Cow::into_owned);
-        Entry {
-            uuid,
-            kind,
-            timestamp,
-            content: blocks,
-            user,
-            user_email,
-        }
+        let timestamp = record.timestamp.and_then(|t| t.short(WORD_BYTES_MAX)).map(Cow::into_owned);
+        Entry { uuid, kind, timestamp, content: blocks, user, user_email }
     });
     (entry, results)
 }
@@ -188,10 +167,7 @@ pub fn build(
 /// The entry that stands for a record too long or too deep to read.
 #[must_use]
 pub fn build_stub(kind: Kind, uuid: String, timestamp: Option<String>, len: u64) -> Option<Entry> {
-    let text = format!(
-        "[message too large to display: ~{} KB]",
-        len.div_ceil(1024).max(1)
-    );
+    let text = format!("[message too large to display: ~{} KB]", len.div_ceil(1024).max(1));
     entry_type(kind).map(|kind| Entry {
         uuid,
         kind,
@@ -205,10 +181,7 @@ pub fn build_stub(kind: Kind, uuid: String, timestamp: Option<String>, len: u64)
 /// Id and time of a sniffed record.
 #[must_use]
 pub fn sniffed_id(sniff: &Sniff, offset: u64) -> (String, Option<String>) {
-    let uuid = std::str::from_utf8(&sniff.uuid)
-        .ok()
-        .filter(|u| is_plain_id(u))
-        .map(Cow::Borrowed);
+    let uuid = std::str::from_utf8(&sniff.uuid).ok().filter(|u| is_plain_id(u)).map(Cow::Borrowed);
     let timestamp = (!sniff.timestamp.is_empty() && sniff.timestamp.len() <= WORD_BYTES_MAX)
         .then(|| super::json::unescape(&sniff.timestamp).into_owned());
     (entry_id(uuid, offset), timestamp)
@@ -217,9 +190,7 @@ pub fn sniffed_id(sniff: &Sniff, offset: u64) -> (String, Option<String>) {
 /// The result that a sniffed record carries.
 #[must_use]
 pub fn sniffed_result(sniff: &Sniff) -> Option<ToolResult> {
-    let tool_id = std::str::from_utf8(&sniff.tool_use_id)
-        .ok()
-        .filter(|t| !t.is_empty())?;
+    let tool_id = std::str::from_utf8(&sniff.tool_use_id).ok().filter(|t| !t.is_empty())?;
     let mut raw = &sniff.result_text[..];
     // What was kept can end inside an escape or a character; the summary is cut well before.
     if let Some(cut) = raw.len().checked_sub(12)
@@ -234,58 +205,27 @@ pub fn sniffed_result(sniff: &Sniff) -> Option<ToolResult> {
 }
 
 fn call(block: &BlockRef<'_>, line: &[u8], cuts: &[Cut]) -> Block {
-    let word = |s: Option<Str<'_>>| {
-        s.map(|s| first_chars(&s.text(cuts), WORD_BYTES_MAX))
-            .unwrap_or_default()
-    };
-    let input = block
-        .input_at
-        .and_then(|at| Cursor::new(line, at).value(cuts).ok())
-        .unwrap_or(Value::Null);
+    let word = |s: Option<Str<'_>>| s.map(|s| first_chars(&s.text(cuts), WORD_BYTES_MAX)).unwrap_or_default();
+    let input = block.input_at.and_then(|at| Cursor::new(line, at).value(cuts).ok()).unwrap_or(Value::Null);
     let input_summary = summarize(&input);
-    Block::ToolUse {
-        tool_name: word(block.name),
-        tool_id: word(block.id),
-        input,
-        input_summary,
-        result_summary: None,
-    }
+    Block::ToolUse { tool_name: word(block.name), tool_id: word(block.id), input, input_summary, result_summary: None }
 }
 
 /// The part of a call's input that says most, in one line.
 fn summarize(input: &Value) -> String {
-    const TELLING: &[&str] = &[
-        "command",
-        "file_path",
-        "notebook_path",
-        "path",
-        "pattern",
-        "query",
-        "url",
-        "description",
-        "prompt",
-        "skill",
-    ];
+    const TELLING: &[&str] =
+        &["command", "file_path", "notebook_path", "path", "pattern", "query", "url", "description", "prompt", "skill"];
     let text = match input {
         Value::Object(map) => TELLING
             .iter()
             .find_map(|key| map.get(*key).and_then(Value::as_str))
             .map(str::to_owned)
-            .unwrap_or_else(|| {
-                if map.is_empty() {
-                    String::new()
-                } else {
-                    input.to_string()
-                }
-            }),
+            .unwrap_or_else(|| if map.is_empty() { String::new() } else { input.to_string() }),
         Value::String(text) => text.clone(),
         Value::Null => String::new(),
         Value::Bool(_) | Value::Number(_) | Value::Array(_) => input.to_string(),
     };
-    let line = first_chars(&text, 4 * INPUT_SUMMARY_CHARS_MAX)
-        .split_whitespace()
-        .collect::<Vec<_>>()
-        .join(" ");
+    let line = first_chars(&text, 4 * INPUT_SUMMARY_CHARS_MAX).split_whitespace().collect::<Vec<_>>().join(" ");
     first_chars(&line, INPUT_SUMMARY_CHARS_MAX)
 }
 
@@ -311,67 +251,39 @@ fn result(block: &BlockRef<'_>, line: &[u8], cuts: &[Cut]) -> Option<ToolResult>
             text.push_str(&next);
         });
     }
-    Some(ToolResult {
-        tool_id,
-        summary: first_chars(&text, RESULT_CHARS_MAX),
-    })
+    Some(ToolResult { tool_id, summary: first_chars(&text, RESULT_CHARS_MAX) })
 }
 
-fn photo(
-    block: &BlockRef<'_>,
-    cuts: &[Cut],
-    session: &SessionId,
-    uuid: &str,
-    in_message: bool,
-) -> Block {
+fn photo(block: &BlockRef<'_>, cuts: &[Cut], session: &SessionId, uuid: &str, in_message: bool) -> Block {
     let source = block.source.unwrap_or_default();
     let media_type = source
         .media_type
         .and_then(|m| m.short(WORD_BYTES_MAX))
-        .filter(|m| {
-            m.bytes()
-                .all(|b| b.is_ascii_alphanumeric() || b"/+.-_".contains(&b))
-        })
+        .filter(|m| m.bytes().all(|b| b.is_ascii_alphanumeric() || b"/+.-_".contains(&b)))
         .map(Cow::into_owned);
     if block.has_payload(cuts)
         && let Some(index) = block.image
         && in_message
     // a reference counts blocks of `message.content`
     {
-        return Block::Image {
-            media_type,
-            image_ref: Some(format!("{session}/{uuid}/{index}")),
-            image_url: None,
-        };
+        return Block::Image { media_type, image_ref: Some(format!("{session}/{uuid}/{index}")), image_url: None };
     }
-    let url = source
-        .url
-        .filter(|_| !block.has_payload(cuts))
-        .map(|u| u.text(cuts).into_owned());
+    let url = source.url.filter(|_| !block.has_payload(cuts)).map(|u| u.text(cuts).into_owned());
     match url {
         // Nothing but a web address is an address to a browser.
-        Some(url) if url.starts_with("https://") || url.starts_with("http://") => Block::Image {
-            media_type,
-            image_ref: None,
-            image_url: Some(url),
-        },
-        Some(_) | None => Block::Text {
-            text: NO_IMAGE.to_owned(),
-        },
+        Some(url) if url.starts_with("https://") || url.starts_with("http://") => {
+            Block::Image { media_type, image_ref: None, image_url: Some(url) }
+        }
+        Some(_) | None => Block::Text { text: NO_IMAGE.to_owned() },
     }
 }
 
 fn unknown(block: &BlockRef<'_>) -> Block {
-    Block::Text {
-        text: unknown_text(block),
-    }
+    Block::Text { text: unknown_text(block) }
 }
 
 fn unknown_text(block: &BlockRef<'_>) -> String {
-    let kind = block
-        .kind
-        .and_then(|k| k.short(WORD_BYTES_MAX))
-        .unwrap_or(Cow::Borrowed("unknown"));
+    let kind = block.kind.and_then(|k| k.short(WORD_BYTES_MAX)).unwrap_or(Cow::Borrowed("unknown"));
     format!("[{}]", first_chars(&kind, 64))
 }
 
@@ -398,9 +310,7 @@ fn author(blocks: &[Block]) -> (Option<String>, Option<String>) {
 pub fn author_of(text: &str) -> (Option<String>, Option<String>) {
     const TAG_BYTES_MAX: usize = 1024;
     let text = text.trim_start();
-    let rest = ["<typed", "<speech", "<external-input"]
-        .iter()
-        .find_map(|tag| text.strip_prefix(tag));
+    let rest = ["<typed", "<speech", "<external-input"].iter().find_map(|tag| text.strip_prefix(tag));
     let Some(rest) = rest.filter(|r| r.starts_with(char::is_whitespace)) else {
         return (None, None);
     };
@@ -445,10 +355,7 @@ fn attribute(tag: &str, name: &str) -> Option<String> {
 pub fn label(entry: &Entry, chars_max: usize) -> Option<String> {
     let text = entry.content.iter().find_map(|b| match b {
         Block::Text { text } if text != NO_IMAGE => Some(text),
-        Block::Text { .. }
-        | Block::ToolUse { .. }
-        | Block::Thinking { .. }
-        | Block::Image { .. } => None,
+        Block::Text { .. } | Block::ToolUse { .. } | Block::Thinking { .. } | Block::Image { .. } => None,
     })?;
     let head = first_chars(text, 16 * chars_max);
     let mut out = String::new();
@@ -469,10 +376,7 @@ pub fn label(entry: &Entry, chars_max: usize) -> Option<String> {
         }
     }
     out.push_str(rest);
-    let line = first_chars(
-        &out.split_whitespace().collect::<Vec<_>>().join(" "),
-        chars_max,
-    );
+    let line = first_chars(&out.split_whitespace().collect::<Vec<_>>().join(" "), chars_max);
     (!line.is_empty()).then_some(line)
 }
 
@@ -491,9 +395,6 @@ pub fn payload(record: &Record<'_>, line: &[u8], cuts: &[Cut], index: usize) -> 
     });
     let data = found?;
     let start = super::strip::in_line(cuts, data.at, false);
-    let taken: u64 = cuts_between(cuts, data.at, data.end())
-        .iter()
-        .map(|c| u64::from(c.len))
-        .sum();
+    let taken: u64 = cuts_between(cuts, data.at, data.end()).iter().map(|c| u64::from(c.len)).sum();
     Some((start, data.raw.len() as u64 + taken))
 }

@@ -55,9 +55,8 @@ const RESULTS_BIT: u32 = 0x10;
 
 impl Packed {
     fn new(place: &Place) -> Self {
-        let flags = place.kind as u32
-            | if place.stub { STUB_BIT } else { 0 }
-            | if place.results { RESULTS_BIT } else { 0 };
+        let flags =
+            place.kind as u32 | if place.stub { STUB_BIT } else { 0 } | if place.results { RESULTS_BIT } else { 0 };
         Self([
             place.offset as u32,
             u32::try_from(place.len).unwrap_or(u32::MAX),
@@ -163,10 +162,8 @@ impl Ids {
     fn add(&mut self, hash: u64, line: u32) {
         if self.used >= self.hashes.len() / 8 * 7 {
             let places = (self.hashes.len() * 2).max(16);
-            let (hashes, lines) = (
-                std::mem::replace(&mut self.hashes, vec![0; places]),
-                std::mem::take(&mut self.lines),
-            );
+            let (hashes, lines) =
+                (std::mem::replace(&mut self.hashes, vec![0; places]), std::mem::take(&mut self.lines));
             self.lines = vec![0; places];
             for (hash, line) in hashes.into_iter().zip(lines).filter(|(hash, _)| *hash != 0) {
                 self.put(hash, line);
@@ -285,12 +282,7 @@ impl Index {
     /// For the lines from `mark` on, of which `of` forgot the places.
     #[must_use]
     pub fn window(of: &Index, mark: Mark) -> Self {
-        Self {
-            window: true,
-            doubles: of.doubles.clone(),
-            total: mark.entries_before,
-            ..Self::default()
-        }
+        Self { window: true, doubles: of.doubles.clone(), total: mark.entries_before, ..Self::default() }
     }
 
     fn hash(&self, id: &str) -> u64 {
@@ -301,21 +293,10 @@ impl Index {
     pub fn take(&mut self, raw: &RawLine<'_>) {
         raw.each(|seen| match seen {
             Seen::Gap => self.skipped += 1,
-            Seen::Record {
-                record,
-                cuts,
-                offset,
-                len,
-                ..
-            } => match record.kind {
+            Seen::Record { record, cuts, offset, len, .. } => match record.kind {
                 Kind::Hidden => {}
                 Kind::Unreadable => self.skipped += 1,
-                Kind::User
-                | Kind::Assistant
-                | Kind::Compaction
-                | Kind::Interrupted
-                | Kind::Notice
-                | Kind::Result => {
+                Kind::User | Kind::Assistant | Kind::Compaction | Kind::Interrupted | Kind::Notice | Kind::Result => {
                     let content = record.content.unwrap_or_default();
                     let place = Place {
                         offset,
@@ -327,70 +308,32 @@ impl Index {
                     };
                     let id = record.plain_uuid();
                     let shift = u32::try_from(offset - raw.offset).unwrap_or(u32::MAX);
-                    let own = |c: &&Cut| {
-                        c.len >= SPAN_BYTES_MIN
-                            && c.start >= shift
-                            && u64::from(c.start - shift) < len
-                    };
+                    let own =
+                        |c: &&Cut| c.len >= SPAN_BYTES_MIN && c.start >= shift && u64::from(c.start - shift) < len;
                     let spans = cuts.iter().filter(own).map(|c| (c.start - shift, c.len));
                     self.add(place, id.as_deref(), spans, None);
                 }
             },
-            Seen::Stub {
-                kind,
-                sniff,
-                offset,
-                len,
-            } => match kind {
+            Seen::Stub { kind, sniff, offset, len } => match kind {
                 Kind::Hidden => {}
                 Kind::Unreadable => self.skipped += 1,
-                Kind::User
-                | Kind::Assistant
-                | Kind::Compaction
-                | Kind::Interrupted
-                | Kind::Notice
-                | Kind::Result => {
-                    let place = Place {
-                        offset,
-                        len,
-                        kind,
-                        stub: true,
-                        results: sniff.results,
-                        images: 0,
-                    };
+                Kind::User | Kind::Assistant | Kind::Compaction | Kind::Interrupted | Kind::Notice | Kind::Result => {
+                    let place = Place { offset, len, kind, stub: true, results: sniff.results, images: 0 };
                     let (uuid, timestamp) = sniffed_id(sniff, offset);
                     let id = (!uuid.starts_with("at-")).then(|| uuid.clone());
-                    self.add(
-                        place,
-                        id.as_deref(),
-                        std::iter::empty(),
-                        Some(StubId { uuid, timestamp }),
-                    );
+                    self.add(place, id.as_deref(), std::iter::empty(), Some(StubId { uuid, timestamp }));
                 }
             },
         });
     }
 
-    fn add(
-        &mut self,
-        place: Place,
-        id: Option<&str>,
-        spans: impl Iterator<Item = (u32, u32)>,
-        stub: Option<StubId>,
-    ) {
+    fn add(&mut self, place: Place, id: Option<&str>, spans: impl Iterator<Item = (u32, u32)>, stub: Option<StubId>) {
         if place.kind.is_entry() && self.is_double(id, place.offset) {
             return;
         }
-        if self
-            .chunks
-            .back()
-            .is_none_or(|c| c.lines.len() == CHUNK_LINES)
-        {
+        if self.chunks.back().is_none_or(|c| c.lines.len() == CHUNK_LINES) {
             self.chunk_bytes += self.chunks.back().map_or(0, Chunk::bytes);
-            self.chunks.push_back(Chunk {
-                entries_before: self.total,
-                ..Chunk::default()
-            });
+            self.chunks.push_back(Chunk { entries_before: self.total, ..Chunk::default() });
             self.evict();
         }
         let Some(chunk) = self.chunks.back_mut() else {
@@ -398,9 +341,7 @@ impl Index {
         };
         let line = chunk.lines.len() as u16;
         chunk.lines.push(Packed::new(&place));
-        chunk
-            .spans
-            .extend(spans.map(|(start, len)| Span { line, start, len }));
+        chunk.spans.extend(spans.map(|(start, len)| Span { line, start, len }));
         chunk.stubs.extend(stub.map(|s| (line, s)));
         if place.kind.is_entry() {
             chunk.entries += 1;
@@ -416,12 +357,7 @@ impl Index {
         }
         let Some(id) = id else { return false };
         let hash = self.hash(id);
-        if self
-            .ids
-            .find(hash)
-            .or_else(|| self.older_ids.find(hash))
-            .is_some()
-        {
+        if self.ids.find(hash).or_else(|| self.older_ids.find(hash)).is_some() {
             if self.doubles.len() < DOUBLES_MAX {
                 self.doubles.insert(offset);
             }
@@ -430,8 +366,7 @@ impl Index {
         if self.ids.is_full() {
             self.older_ids = std::mem::take(&mut self.ids);
         }
-        self.ids
-            .add(hash, u32::try_from(self.lines).unwrap_or(u32::MAX));
+        self.ids.add(hash, u32::try_from(self.lines).unwrap_or(u32::MAX));
         false
     }
 
@@ -442,10 +377,7 @@ impl Index {
             };
             self.chunk_bytes -= gone.bytes();
             let offset = gone.lines.first().map_or(0, |l| l.place().offset);
-            self.marks.push(Mark {
-                offset,
-                entries_before: gone.entries_before,
-            });
+            self.marks.push(Mark { offset, entries_before: gone.entries_before });
         }
     }
 
@@ -461,11 +393,7 @@ impl Index {
         Step {
             place: chunk.lines[line].place(),
             spans: chunk.spans[from..to].to_vec(),
-            stub: chunk
-                .stubs
-                .iter()
-                .find(|(l, _)| *l == number)
-                .map(|(_, s)| s.clone()),
+            stub: chunk.stubs.iter().find(|(l, _)| *l == number).map(|(_, s)| s.clone()),
         }
     }
 
@@ -488,29 +416,18 @@ impl Index {
             }
         }
         steps.reverse();
-        Plan::Lines {
-            steps,
-            first_entry: self.total - entries as u64,
-        }
+        Plan::Lines { steps, first_entry: self.total - entries as u64 }
     }
 
     /// The lines of `limit` entries from entry number `offset` on, and what may carry results of their calls.
     #[must_use]
     pub fn plan_page(&self, offset: u64, limit: usize) -> Plan {
         if offset >= self.total || limit == 0 {
-            return Plan::Lines {
-                steps: Vec::new(),
-                first_entry: offset.min(self.total),
-            };
+            return Plan::Lines { steps: Vec::new(), first_entry: offset.min(self.total) };
         }
-        let at = self
-            .chunks
-            .partition_point(|c| c.entries_before + u64::from(c.entries) <= offset);
+        let at = self.chunks.partition_point(|c| c.entries_before + u64::from(c.entries) <= offset);
         if at == 0
-            && self
-                .chunks
-                .front()
-                .is_none_or(|c| c.entries_before > offset)
+            && self.chunks.front().is_none_or(|c| c.entries_before > offset)
             && let Some(mark) = self.marks.iter().rev().find(|m| m.entries_before <= offset)
         {
             return Plan::Rescan(*mark);
@@ -525,9 +442,7 @@ impl Index {
                 if taken {
                     // Results of the page's last calls stand before the next words of a person.
                     behind += 1;
-                    if matches!(place.kind, Kind::User | Kind::Compaction)
-                        || behind > LOOK_AHEAD_LINES
-                    {
+                    if matches!(place.kind, Kind::User | Kind::Compaction) || behind > LOOK_AHEAD_LINES {
                         break 'all;
                     }
                     if place.kind == Kind::Result {
@@ -545,10 +460,7 @@ impl Index {
                 }
             }
         }
-        Plan::Lines {
-            steps,
-            first_entry: offset,
-        }
+        Plan::Lines { steps, first_entry: offset }
     }
 
     /// The line of the entry `id`, if the index still knows it; `Err` if only a scan can tell.
@@ -556,14 +468,9 @@ impl Index {
     /// # Errors
     /// The mark to scan from.
     pub fn find(&self, id: &str) -> Result<Option<Step>, Mark> {
-        let start = Mark {
-            offset: 0,
-            entries_before: 0,
-        };
+        let start = Mark { offset: 0, entries_before: 0 };
         if let Some(offset) = id.strip_prefix("at-").and_then(|n| n.parse::<u64>().ok()) {
-            let at = self
-                .chunks
-                .partition_point(|c| c.lines.first().is_some_and(|l| l.place().offset <= offset));
+            let at = self.chunks.partition_point(|c| c.lines.first().is_some_and(|l| l.place().offset <= offset));
             if at == 0 {
                 return match self.marks.iter().rev().find(|m| m.offset <= offset) {
                     Some(mark) => Err(*mark),
@@ -583,15 +490,9 @@ impl Index {
                 Some(n) => {
                     let n = n as usize;
                     let chunk = self.chunks.get(n / CHUNK_LINES);
-                    Ok(chunk
-                        .filter(|c| n % CHUNK_LINES < c.lines.len())
-                        .map(|c| self.step(c, n % CHUNK_LINES)))
+                    Ok(chunk.filter(|c| n % CHUNK_LINES < c.lines.len()).map(|c| self.step(c, n % CHUNK_LINES)))
                 }
-                None => Err(self
-                    .marks
-                    .get(line as usize / CHUNK_LINES)
-                    .copied()
-                    .unwrap_or(start)),
+                None => Err(self.marks.get(line as usize / CHUNK_LINES).copied().unwrap_or(start)),
             },
             // All ids are known as long as no table was given up.
             None if self.marks.is_empty() && self.older_ids.used == 0 => Ok(None),

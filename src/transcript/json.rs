@@ -126,10 +126,8 @@ pub fn unescape(raw: &[u8]) -> Cow<'_, str> {
                             0xd800..=0xdbff => match low_half(raw, i) {
                                 Some(low) => {
                                     i += 6;
-                                    char::from_u32(
-                                        0x10000 + ((unit - 0xd800) << 10) + (low - 0xdc00),
-                                    )
-                                    .unwrap_or('\u{fffd}')
+                                    char::from_u32(0x10000 + ((unit - 0xd800) << 10) + (low - 0xdc00))
+                                        .unwrap_or('\u{fffd}')
                                 }
                                 None => '\u{fffd}',
                             },
@@ -150,9 +148,7 @@ pub fn unescape(raw: &[u8]) -> Cow<'_, str> {
 
 fn hex4(raw: &[u8], at: usize) -> Option<u32> {
     let digits = raw.get(at..at + 4)?;
-    digits
-        .iter()
-        .try_fold(0, |n, d| Some(n * 16 + char::from(*d).to_digit(16)?))
+    digits.iter().try_fold(0, |n, d| Some(n * 16 + char::from(*d).to_digit(16)?))
 }
 
 fn low_half(raw: &[u8], at: usize) -> Option<u32> {
@@ -188,11 +184,7 @@ impl<'a> Cursor<'a> {
     /// At byte `at` of a stripped line, outside of any container.
     #[must_use]
     pub fn new(bytes: &'a [u8], at: usize) -> Self {
-        Self {
-            bytes,
-            at,
-            depth: 0,
-        }
+        Self { bytes, at, depth: 0 }
     }
 
     /// Passes blanks.
@@ -230,11 +222,7 @@ impl<'a> Cursor<'a> {
         if self.depth > DEPTH_MAX {
             return Err(Bad::Deep);
         }
-        let close = if self.bytes.get(self.at) == Some(&b'{') {
-            b'}'
-        } else {
-            b']'
-        };
+        let close = if self.bytes.get(self.at) == Some(&b'{') { b'}' } else { b']' };
         self.at += 1;
         self.blanks();
         if self.bytes.get(self.at) == Some(&close) {
@@ -284,10 +272,7 @@ impl<'a> Cursor<'a> {
                 }
                 Some(n) if self.bytes[i + n] == b'"' => {
                     self.at = i + n + 1;
-                    return Ok(Str {
-                        raw: &self.bytes[start..i + n],
-                        at: start,
-                    });
+                    return Ok(Str { raw: &self.bytes[start..i + n], at: start });
                 }
                 Some(n) => i += n + 2,
             }
@@ -314,18 +299,14 @@ impl<'a> Cursor<'a> {
     /// Another word.
     pub fn scalar(&mut self) -> Result<&'a [u8], Bad> {
         let start = self.at;
-        while let Some(b'0'..=b'9' | b'a'..=b'z' | b'A'..=b'Z' | b'-' | b'+' | b'.') =
-            self.bytes.get(self.at)
-        {
+        while let Some(b'0'..=b'9' | b'a'..=b'z' | b'A'..=b'Z' | b'-' | b'+' | b'.') = self.bytes.get(self.at) {
             self.at += 1;
         }
         let token = &self.bytes[start..self.at];
         let number = || {
             let digits = token.strip_prefix(b"-").unwrap_or(token);
             digits.first().is_some_and(u8::is_ascii_digit)
-                && token
-                    .iter()
-                    .all(|b| matches!(b, b'0'..=b'9' | b'-' | b'+' | b'.' | b'e' | b'E'))
+                && token.iter().all(|b| matches!(b, b'0'..=b'9' | b'-' | b'+' | b'.' | b'e' | b'E'))
         };
         match token {
             b"true" | b"false" | b"null" | b"NaN" | b"Infinity" | b"-Infinity" => Ok(token),
@@ -445,11 +426,7 @@ fn number(token: &[u8]) -> Value {
                 return Value::Number(n.into());
             }
             // Out of range reads as nothing: JSON has no way to say infinity.
-            digits
-                .parse::<f64>()
-                .ok()
-                .and_then(Number::from_f64)
-                .map_or(Value::Null, Value::Number)
+            digits.parse::<f64>().ok().and_then(Number::from_f64).map_or(Value::Null, Value::Number)
         }
     }
 }
@@ -462,11 +439,7 @@ mod tests {
         let mut cursor = Cursor::new(text, 0);
         let value = cursor.value(&[])?;
         cursor.blanks();
-        if cursor.at == text.len() {
-            Ok(value)
-        } else {
-            Err(Bad::Syntax(cursor.at))
-        }
+        if cursor.at == text.len() { Ok(value) } else { Err(Bad::Syntax(cursor.at)) }
     }
 
     #[test]
@@ -476,11 +449,7 @@ mod tests {
             r#"18446744073709551615"#,
             r#""""#,
         ] {
-            assert_eq!(
-                value(text.as_bytes()).unwrap(),
-                serde_json::from_str::<Value>(text).unwrap(),
-                "{text}"
-            );
+            assert_eq!(value(text.as_bytes()).unwrap(), serde_json::from_str::<Value>(text).unwrap(), "{text}");
         }
         for (text, want) in [
             (&br#""a\ud83d b""#[..], "\"a\u{fffd} b\""),
@@ -490,31 +459,16 @@ mod tests {
             (b"[NaN,1e400,-Infinity]", "[null,null,null]"),
             (br#"{"a":1,"a":2}"#, r#"{"a":2}"#),
         ] {
-            assert_eq!(
-                value(text).unwrap(),
-                serde_json::from_str::<Value>(want).unwrap(),
-                "{want}"
-            );
+            assert_eq!(value(text).unwrap(), serde_json::from_str::<Value>(want).unwrap(), "{want}");
         }
         assert!(value(b"123456789012345678901234567890").unwrap().is_f64());
     }
 
     #[test]
     fn refuses_what_is_torn_and_what_is_too_deep() {
-        for text in [
-            &b""[..],
-            b"{",
-            b"[1",
-            b"{\"a\"",
-            b"{\"a\":",
-            b"\"a",
-            b"\"a\\",
-            b"{a:1}",
-            b"[1 2]",
-            b"tru",
-            b"}",
-            b"-",
-        ] {
+        for text in
+            [&b""[..], b"{", b"[1", b"{\"a\"", b"{\"a\":", b"\"a", b"\"a\\", b"{a:1}", b"[1 2]", b"tru", b"}", b"-"]
+        {
             assert!(matches!(value(text), Err(Bad::Syntax(_))), "{text:?}");
         }
         let deep = |n: usize| format!("{}{}", "[".repeat(n), "]".repeat(n));

@@ -41,10 +41,7 @@ pub enum Body<'a> {
 
 /// One thing that a line holds.
 #[derive(Debug)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "one at a time, on the stack, and mostly records"
-)]
+#[expect(clippy::large_enum_variant, reason = "one at a time, on the stack, and mostly records")]
 pub enum Seen<'a> {
     /// A whole record.
     Record {
@@ -103,29 +100,14 @@ impl RawLine<'_> {
             Part::Record(record) => {
                 let offset = offset_of(record.start);
                 let end = self.offset + in_line(cuts, record.end, false);
-                f(Seen::Record {
-                    line,
-                    cuts,
-                    offset,
-                    len: end - offset,
-                    record,
-                });
+                f(Seen::Record { line, cuts, offset, len: end - offset, record });
             }
         });
     }
 }
 
 fn stub(sniff: &Sniff, offset: u64, len: u64) -> Seen<'_> {
-    if sniff.is_whole() {
-        Seen::Stub {
-            kind: judge_sniffed(sniff),
-            sniff,
-            offset,
-            len,
-        }
-    } else {
-        Seen::Gap
-    }
+    if sniff.is_whole() { Seen::Stub { kind: judge_sniffed(sniff), sniff, offset, len } } else { Seen::Gap }
 }
 
 /// No record ends otherwise than with a brace.
@@ -225,14 +207,8 @@ impl Scanner {
             if is_other_kind(piece) {
                 match self.find_glued(piece, 1, 0) {
                     None => {
-                        let body = Body::Dropped {
-                            torn: ends_torn(piece, &[]),
-                        };
-                        return each(RawLine {
-                            offset: self.at,
-                            len: piece.len() as u64,
-                            body,
-                        });
+                        let body = Body::Dropped { torn: ends_torn(piece, &[]) };
+                        return each(RawLine { offset: self.at, len: piece.len() as u64, body });
                     }
                     Some(n) => return self.whole(n, &piece[n..], true, each),
                 }
@@ -247,11 +223,7 @@ impl Scanner {
             State::Fresh | State::Head => {}
             State::Dropped { end, .. } => {
                 let len = self.at + piece.len() as u64 - self.line_at;
-                each(RawLine {
-                    offset: self.line_at,
-                    len,
-                    body: Body::Dropped { torn: end != b'}' },
-                });
+                each(RawLine { offset: self.line_at, len, body: Body::Dropped { torn: end != b'}' } });
             }
             State::Strip { tail } => self.hand_on(tail, each),
         }
@@ -261,16 +233,8 @@ impl Scanner {
     fn whole(&mut self, skip: usize, line: &[u8], tail: bool, each: &mut impl FnMut(RawLine<'_>)) {
         let offset = self.at + skip as u64;
         if line.len() <= HELD_BYTES_MAX && is_clean(line) {
-            let body = if tail {
-                Body::Tail(line, &[])
-            } else {
-                Body::Held(line, &[])
-            };
-            return each(RawLine {
-                offset,
-                len: line.len() as u64,
-                body,
-            });
+            let body = if tail { Body::Tail(line, &[]) } else { Body::Held(line, &[]) };
+            return each(RawLine { offset, len: line.len() as u64, body });
         }
         self.strip_at = offset;
         self.strip.clear();
@@ -281,18 +245,12 @@ impl Scanner {
     fn hand_on(&mut self, tail: bool, each: &mut impl FnMut(RawLine<'_>)) {
         let len = self.strip.fed();
         let body = match self.strip.finish() {
-            Left::Over(sniff) if len > LINE_BYTES_MAX || !tail || sniff.is_whole() => {
-                Body::Over(sniff)
-            }
+            Left::Over(sniff) if len > LINE_BYTES_MAX || !tail || sniff.is_whole() => Body::Over(sniff),
             Left::Over(_) => Body::Dropped { torn: false },
             Left::Held(line, cuts) if tail => Body::Tail(line, cuts),
             Left::Held(line, cuts) => Body::Held(line, cuts),
         };
-        each(RawLine {
-            offset: self.strip_at,
-            len,
-            body,
-        });
+        each(RawLine { offset: self.strip_at, len, body });
     }
 
     /// `piece` belongs to a line that goes on after it.
@@ -344,10 +302,7 @@ impl Scanner {
     /// A line that is too long is not parsed, so a record glued to it is looked for here: no `{"` stands inside a text,
     /// and outside of one it follows a colon, a comma or a bracket.
     fn look_for_glue(&mut self, piece: &[u8]) {
-        let glued = self
-            .glue
-            .find_iter(piece)
-            .find(|&n| n > 0 && !may_precede_value(piece[n - 1]));
+        let glued = self.glue.find_iter(piece).find(|&n| n > 0 && !may_precede_value(piece[n - 1]));
         if let Some(n) = glued {
             self.begin_strip(self.at + n as u64, true);
             self.strip.feed(&piece[n..]);
@@ -379,29 +334,14 @@ impl Scanner {
             return;
         }
         let last = piece[piece.len() - 1];
-        let last_but_one = if piece.len() > 1 {
-            piece[piece.len() - 2]
-        } else {
-            prev
-        };
-        let end = piece
-            .iter()
-            .rev()
-            .find(|b| !b.is_ascii_whitespace())
-            .copied()
-            .unwrap_or(end);
-        self.state = State::Dropped {
-            before: [last_but_one, last],
-            end,
-        };
+        let last_but_one = if piece.len() > 1 { piece[piece.len() - 2] } else { prev };
+        let end = piece.iter().rev().find(|b| !b.is_ascii_whitespace()).copied().unwrap_or(end);
+        self.state = State::Dropped { before: [last_but_one, last], end };
     }
 
     fn find_glued(&self, bytes: &[u8], from: usize, before: u8) -> Option<usize> {
         let hay = bytes.get(from..)?;
-        self.glue
-            .find_iter(hay)
-            .map(|n| n + from)
-            .find(|&n| is_glue(bytes, n, before))
+        self.glue.find_iter(hay).map(|n| n + from).find(|&n| is_glue(bytes, n, before))
     }
 }
 
@@ -423,12 +363,8 @@ fn may_precede_value(b: u8) -> bool {
 
 /// True if what follows a `{` begins as conversation records do, as far as it is there.
 fn starts_record(after: &[u8]) -> bool {
-    const HEADS: [&[u8]; 4] = [
-        b"\"parentUuid\":",
-        b"\"type\":\"user\"",
-        b"\"type\":\"assistant\"",
-        b"\"type\":\"attachment\"",
-    ];
+    const HEADS: [&[u8]; 4] =
+        [b"\"parentUuid\":", b"\"type\":\"user\"", b"\"type\":\"assistant\"", b"\"type\":\"attachment\""];
     HEADS.iter().any(|head| {
         let n = head.len().min(after.len());
         head[..n] == after[..n]

@@ -30,18 +30,10 @@ impl MediaRef {
         let entry = parts.next().filter(|e| is_plain_id(e))?.to_owned();
         let digits = parts.next()?;
         let canonical = digits == "0" || !digits.starts_with('0');
-        if parts.next().is_some()
-            || digits.len() > 6
-            || !canonical
-            || !digits.bytes().all(|b| b.is_ascii_digit())
-        {
+        if parts.next().is_some() || digits.len() > 6 || !canonical || !digits.bytes().all(|b| b.is_ascii_digit()) {
             return None;
         }
-        Some(Self {
-            session,
-            entry,
-            index: digits.parse().ok()?,
-        })
+        Some(Self { session, entry, index: digits.parse().ok()? })
     }
 }
 
@@ -91,9 +83,7 @@ impl Decoder {
         }
         let mut plain = std::mem::take(&mut self.plain);
         plain.clear();
-        let done = self
-            .unescape(piece, &mut plain)
-            .and_then(|()| self.letters(&plain, out));
+        let done = self.unescape(piece, &mut plain).and_then(|()| self.letters(&plain, out));
         self.plain = plain;
         done
     }
@@ -103,11 +93,7 @@ impl Decoder {
     /// # Errors
     /// It was cut short, or has no bytes.
     pub fn finish(&self) -> Result<(), BadPayload> {
-        if self.carried == 0 && self.escape.is_empty() {
-            Ok(())
-        } else {
-            Err(BadPayload)
-        }
+        if self.carried == 0 && self.escape.is_empty() { Ok(()) } else { Err(BadPayload) }
     }
 
     fn unescape(&mut self, piece: &[u8], plain: &mut Vec<u8>) -> Result<(), BadPayload> {
@@ -224,12 +210,7 @@ pub struct Digest {
 impl Default for Digest {
     fn default() -> Self {
         Self {
-            lanes: [
-                0x9e37_79b9_7f4a_7c15,
-                0xc2b2_ae3d_27d4_eb4f,
-                0x1656_67b1_9e37_79f9,
-                0x27d4_eb2f_1656_67c5,
-            ],
+            lanes: [0x9e37_79b9_7f4a_7c15, 0xc2b2_ae3d_27d4_eb4f, 0x1656_67b1_9e37_79f9, 0x27d4_eb2f_1656_67c5],
             bytes: 0,
         }
     }

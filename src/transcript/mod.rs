@@ -40,11 +40,7 @@ pub fn slug(box_dir: &str) -> String {
     box_dir
         .chars()
         .flat_map(|c| {
-            let (out, times) = if c.is_ascii_alphanumeric() {
-                (c, 1)
-            } else {
-                ('-', c.len_utf16())
-            };
+            let (out, times) = if c.is_ascii_alphanumeric() { (c, 1) } else { ('-', c.len_utf16()) };
             std::iter::repeat_n(out, times)
         })
         .collect()
@@ -56,12 +52,7 @@ mod tests {
 
     #[test]
     fn a_slug_keeps_letters_and_digits_only() {
-        for (path, want) in [
-            ("/srv/box", "-srv-box"),
-            ("/a-b/c_d.e", "-a-b-c-d-e"),
-            ("/ä/😀", "-----"),
-            ("", ""),
-        ] {
+        for (path, want) in [("/srv/box", "-srv-box"), ("/a-b/c_d.e", "-a-b-c-d-e"), ("/ä/😀", "-----"), ("", "")] {
             assert_eq!(slug(path), want, "{path}");
         }
     }

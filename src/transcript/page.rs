@@ -54,13 +54,7 @@ impl Page {
     /// A conversation without a transcript.
     #[must_use]
     pub fn empty() -> Self {
-        Self {
-            entries: Vec::new(),
-            total: 0,
-            offset: 0,
-            has_more: false,
-            skipped_lines: 0,
-        }
+        Self { entries: Vec::new(), total: 0, offset: 0, has_more: false, skipped_lines: 0 }
     }
 }
 
@@ -121,8 +115,7 @@ impl Gather {
                 self.results.insert(result.tool_id, result.summary);
             } else if let Some((entry, block)) = self.calls.remove(&result.tool_id) {
                 if let Some(bytes) = &mut self.exact_bytes {
-                    *bytes = (*bytes + serialized_bytes(&result.summary))
-                        .saturating_sub(RESULT_ROOM_BYTES);
+                    *bytes = (*bytes + serialized_bytes(&result.summary)).saturating_sub(RESULT_ROOM_BYTES);
                 }
                 graft(&mut self.entries[entry].content[block], result.summary);
             }
@@ -148,9 +141,7 @@ impl Gather {
         if !self.newest_first {
             for (at, block) in entry.content.iter().enumerate() {
                 if let Block::ToolUse { tool_id, .. } = block {
-                    self.calls
-                        .entry(tool_id.clone())
-                        .or_insert((self.entries.len(), at));
+                    self.calls.entry(tool_id.clone()).or_insert((self.entries.len(), at));
                 }
             }
         }
@@ -181,12 +172,7 @@ impl Gather {
         if self.newest_first {
             return 0;
         }
-        RESULT_ROOM_BYTES
-            * entry
-                .content
-                .iter()
-                .filter(|b| matches!(b, Block::ToolUse { .. }))
-                .count()
+        RESULT_ROOM_BYTES * entry.content.iter().filter(|b| matches!(b, Block::ToolUse { .. })).count()
     }
 
     /// The entries, oldest first.

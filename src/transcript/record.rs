@@ -55,9 +55,7 @@ impl Kind {
     #[must_use]
     pub fn is_entry(self) -> bool {
         match self {
-            Kind::User | Kind::Assistant | Kind::Compaction | Kind::Interrupted | Kind::Notice => {
-                true
-            }
+            Kind::User | Kind::Assistant | Kind::Compaction | Kind::Interrupted | Kind::Notice => true,
             Kind::Result | Kind::Hidden | Kind::Unreadable => false,
         }
     }
@@ -107,9 +105,7 @@ impl BlockRef<'_> {
     /// True for a photo with a payload of our own to serve.
     #[must_use]
     pub fn has_payload(&self, cuts: &[Cut]) -> bool {
-        self.source
-            .and_then(|s| s.data)
-            .is_some_and(|d| !d.is_empty(cuts))
+        self.source.and_then(|s| s.data).is_some_and(|d| !d.is_empty(cuts))
     }
 }
 
@@ -117,18 +113,12 @@ impl BlockRef<'_> {
 ///
 /// # Errors
 /// It cannot be read.
-pub fn walk_blocks<'a>(
-    cursor: &mut Cursor<'a>,
-    mut each: impl FnMut(BlockRef<'a>),
-) -> Result<(), Bad> {
+pub fn walk_blocks<'a>(cursor: &mut Cursor<'a>, mut each: impl FnMut(BlockRef<'a>)) -> Result<(), Bad> {
     let mut images = 0;
     let mut one = |cursor: &mut Cursor<'a>| -> Result<(), Bad> {
         match cursor.peek()? {
             Next::String => {
-                each(BlockRef {
-                    text: Some(cursor.string()?),
-                    ..BlockRef::default()
-                });
+                each(BlockRef { text: Some(cursor.string()?), ..BlockRef::default() });
                 Ok(())
             }
             Next::Object => {
@@ -239,10 +229,7 @@ fn content<'a>(cursor: &mut Cursor<'a>, cuts: &[Cut]) -> Result<Option<Content<'
         cursor.skip()?;
         return Ok(None);
     }
-    let mut content = Content {
-        at: cursor.at,
-        ..Content::default()
-    };
+    let mut content = Content { at: cursor.at, ..Content::default() };
     walk_blocks(cursor, |block| {
         content.images += u32::from(block.image.is_some());
         match role(&block, cuts) {
@@ -301,9 +288,7 @@ pub fn role<'a>(block: &BlockRef<'a>, cuts: &[Cut]) -> Role<'a> {
             Some(_) | None => Role::Nothing,
         },
         b"thinking" => match block.thinking {
-            Some(text)
-                if text.raw.iter().any(|b| !b.is_ascii_whitespace()) || !text.is_empty(cuts) =>
-            {
+            Some(text) if text.raw.iter().any(|b| !b.is_ascii_whitespace()) || !text.is_empty(cuts) => {
                 Role::Thought(text)
             }
             Some(_) | None => Role::Nothing,
@@ -320,9 +305,7 @@ fn is_shown(text: Str<'_>, cuts: &[Cut]) -> bool {
     match text.raw.first() {
         None => !text.is_empty(cuts),
         // Only these can begin what is not shown: a blank (escaped or not), a tag, `Tool loaded.`
-        Some(b'\\' | b' ' | b'\t' | b'<' | b'T' | b'\n' | b'\r') => {
-            !shown_text(&text.text(cuts)).trim().is_empty()
-        }
+        Some(b'\\' | b' ' | b'\t' | b'<' | b'T' | b'\n' | b'\r') => !shown_text(&text.text(cuts)).trim().is_empty(),
         Some(_) => match memmem::find(text.raw, CHAT_APP.as_bytes()) {
             None => true,
             Some(_) => !shown_text(&text.text(cuts)).trim().is_empty(),
@@ -330,6 +313,8 @@ fn is_shown(text: Str<'_>, cuts: &[Cut]) -> bool {
     }
 }
 
+/// How older agents tell of a finished task: without an `origin`.
+const TASK_NOTE: &[u8] = b"<task-notification>";
 const CHAT_APP: &str = "<chat-app";
 /// Texts that a program put where a person's words stand.
 const PLUMBING: &[&str] = &["Tool loaded."];
@@ -364,9 +349,7 @@ fn is_only_plumbing_tags(mut text: &str) -> bool {
         let Some(rest) = text.strip_prefix('<') else {
             return false;
         };
-        let Some(tag) = PLUMBING_TAGS
-            .iter()
-            .find(|t| rest.strip_prefix(**t).is_some_and(|r| r.starts_with('>')))
+        let Some(tag) = PLUMBING_TAGS.iter().find(|t| rest.strip_prefix(**t).is_some_and(|r| r.starts_with('>')))
         else {
             return false;
         };
@@ -379,6 +362,12 @@ fn is_only_plumbing_tags(mut text: &str) -> bool {
     true
 }
 
+/// Where `tag` begins, in whatever case it is written.
+fn find_tag(text: &str, tag: &str) -> Option<usize> {
+    let is_tag = |at: usize| text.as_bytes().get(at..at + tag.len()).is_some_and(|t| t.eq_ignore_ascii_case(tag.as_bytes()));
+    text.match_indices('<').map(|(at, _)| at).find(|at| is_tag(*at))
+}
+
 /// `text` without our `<chat-app …/>` and `<chat-app …>…</chat-app>`; one that does not end stays.
 #[must_use]
 pub fn without_chat_app(text: &str) -> Cow<'_, str> {
@@ -387,13 +376,13 @@ pub fn without_chat_app(text: &str) -> Cow<'_, str> {
     let mut rest = text;
     let mut found = false;
     let mut from = 0;
-    while let Some(start) = rest[from..].find(CHAT_APP).map(|n| n + from) {
+    while let Some(start) = find_tag(&rest[from..], CHAT_APP).map(|n| n + from) {
         let after = &rest[start + CHAT_APP.len()..];
         // Not `<chat-apple>`.
         let named = after.starts_with(|c: char| c.is_whitespace() || c == '>' || c == '/');
         let len = match after.find('>') {
             Some(end) if named && after[..end].ends_with('/') => Some(end + 1),
-            Some(_) if named => after.find(CLOSE).map(|end| end + CLOSE.len()),
+            Some(_) if named => find_tag(after, CLOSE).map(|end| end + CLOSE.len()),
             Some(_) | None => None,
         };
         let Some(len) = len else {
@@ -415,10 +404,7 @@ pub fn without_chat_app(text: &str) -> Cow<'_, str> {
 /// True for the two markers that an interrupt leaves.
 #[must_use]
 pub fn is_interrupt_marker(text: &str) -> bool {
-    matches!(
-        text.trim(),
-        "[Request interrupted by user]" | "[Request interrupted by user for tool use]"
-    )
+    matches!(text.trim(), "[Request interrupted by user]" | "[Request interrupted by user for tool use]")
 }
 
 /// One record, judged.
@@ -454,9 +440,7 @@ impl Record<'_> {
     /// Its uuid, if it has one that is an id.
     #[must_use]
     pub fn plain_uuid(&self) -> Option<Cow<'_, str>> {
-        self.uuid
-            .and_then(|u| u.short(ID_BYTES_MAX))
-            .filter(|u| is_plain_id(u))
+        self.uuid.and_then(|u| u.short(ID_BYTES_MAX)).filter(|u| is_plain_id(u))
     }
 
     /// Every id under which a message of ours can be in this record.
@@ -510,11 +494,7 @@ pub fn read<'a>(line: &'a [u8], cuts: &[Cut], at: usize) -> Result<Record<'a>, B
         kind,
         uuid: top.uuid,
         timestamp: top.timestamp,
-        content: if top.is(b"attachment") {
-            top.attachment.prompt
-        } else {
-            top.message.content
-        },
+        content: if top.is(b"attachment") { top.attachment.prompt } else { top.message.content },
         stop_reason: top.message.stop_reason,
         merged_at: top.merged_at,
         source_uuid: top.attachment.source_uuid,
@@ -592,14 +572,7 @@ impl<'a> Top<'a> {
         };
         let content = match kind.raw {
             b"user" | b"assistant" => self.message.content,
-            b"attachment"
-                if self
-                    .attachment
-                    .kind
-                    .is_some_and(|k| k.is(b"queued_command")) =>
-            {
-                self.attachment.prompt
-            }
+            b"attachment" if self.attachment.kind.is_some_and(|k| k.is(b"queued_command")) => self.attachment.prompt,
             _ => return Kind::Hidden,
         };
         let facts = Facts {
@@ -616,6 +589,7 @@ impl<'a> Top<'a> {
             synthetic: self.message.model.is_some_and(|m| m.is(b"<synthetic>")),
             api_error: self.api_error,
             by_nobody: self.origin
+                || content.and_then(|c| c.sole_text).is_some_and(|t| t.raw.starts_with(TASK_NOTE))
                 || self.attachment.mode.is_some_and(|m| !m.is(b"prompt")) && kind.is(b"attachment"),
             readable: content.is_some(),
             shown: content.is_some_and(|c| c.shown > 0),
@@ -655,20 +629,12 @@ impl Facts {
             return Kind::Hidden;
         }
         if !self.readable {
-            return if self.meta {
-                Kind::Hidden
-            } else {
-                Kind::Unreadable
-            };
+            return if self.meta { Kind::Hidden } else { Kind::Unreadable };
         }
         match self.line {
             LineKind::Assistant => {
                 let hidden = self.meta || (self.synthetic && !self.api_error) || !self.shown;
-                if hidden {
-                    Kind::Hidden
-                } else {
-                    Kind::Assistant
-                }
+                if hidden { Kind::Hidden } else { Kind::Assistant }
             }
             LineKind::User | LineKind::Queued => {
                 if self.compact && self.shown {
@@ -676,11 +642,7 @@ impl Facts {
                 } else if self.meta {
                     Kind::Hidden
                 } else if !self.shown {
-                    if self.results {
-                        Kind::Result
-                    } else {
-                        Kind::Hidden
-                    }
+                    if self.results { Kind::Result } else { Kind::Hidden }
                 } else if self.by_nobody {
                     Kind::Notice
                 } else if self.interrupt {
@@ -792,10 +754,7 @@ fn attachment<'a>(cursor: &mut Cursor<'a>, cuts: &[Cut]) -> Result<Attachment<'a
 
 /// One step of [`split`].
 #[derive(Debug)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "one at a time, on the stack, and mostly records"
-)]
+#[expect(clippy::large_enum_variant, reason = "one at a time, on the stack, and mostly records")]
 pub enum Part<'a> {
     /// A whole record.
     Record(Record<'a>),
@@ -851,25 +810,15 @@ pub fn next_alone(line: &[u8], cuts: &[Cut], may: impl Fn(usize) -> bool) -> Opt
 }
 
 /// Where a whole conversation record starts behind what was torn at `at` and stopped making sense at `stop`.
-fn next_record(
-    line: &[u8],
-    cuts: &[Cut],
-    at: usize,
-    stop: usize,
-    budget: &mut usize,
-) -> Option<usize> {
+fn next_record(line: &[u8], cuts: &[Cut], at: usize, stop: usize, budget: &mut usize) -> Option<usize> {
     // A line torn inside a text stops making sense right behind the `{"` of the record glued to it.
-    let near = memmem::rfind(&line[at..stop.min(line.len())], b"{\"")
-        .map(|n| at + n)
-        .filter(|n| *n > at);
+    let near = memmem::rfind(&line[at..stop.min(line.len())], b"{\"").map(|n| at + n).filter(|n| *n > at);
     if let Some(near) = near
         && stands_alone(line, cuts, near, budget)
     {
         return Some(near);
     }
-    memmem::find_iter(&line[at + 1..], b"{\"")
-        .map(|n| at + 1 + n)
-        .find(|n| stands_alone(line, cuts, *n, budget))
+    memmem::find_iter(&line[at + 1..], b"{\"").map(|n| at + 1 + n).find(|n| stands_alone(line, cuts, *n, budget))
 }
 
 /// True if a whole record of the conversation starts at `at` and nothing but another one follows it.
@@ -882,9 +831,7 @@ fn stands_alone(line: &[u8], cuts: &[Cut], at: usize, budget: &mut usize) -> boo
             *budget = budget.saturating_sub(record.end - at);
             let mut cursor = Cursor::new(line, record.end);
             cursor.blanks();
-            matches!(line.get(cursor.at), None | Some(b'{'))
-                && record.kind != Kind::Unreadable
-                && has_kind(line, at)
+            matches!(line.get(cursor.at), None | Some(b'{')) && record.kind != Kind::Unreadable && has_kind(line, at)
         }
         Err(Bad::Syntax(stop)) => {
             *budget = budget.saturating_sub(stop.saturating_sub(at).max(1));
@@ -904,9 +851,7 @@ fn has_kind(line: &[u8], at: usize) -> bool {
         if cursor.enter()? {
             loop {
                 if cursor.key()?.is(b"type") {
-                    found = cursor
-                        .string_or_skip()?
-                        .is_some_and(|k| is_conversation(k.raw));
+                    found = cursor.string_or_skip()?.is_some_and(|k| is_conversation(k.raw));
                 } else {
                     cursor.skip()?;
                 }

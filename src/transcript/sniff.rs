@@ -141,10 +141,7 @@ impl Sniff {
                 State::String { key, escaped } => {
                     if escaped {
                         self.keep_bytes(&bytes[i..=i]);
-                        self.state = State::String {
-                            key,
-                            escaped: false,
-                        };
+                        self.state = State::String { key, escaped: false };
                         i += 1;
                         continue;
                     }
@@ -189,8 +186,7 @@ impl Sniff {
     fn keep_bytes(&mut self, bytes: &[u8]) {
         if self.keep {
             let room = VALUE_BYTES_MAX.saturating_sub(self.value.len());
-            self.value
-                .extend_from_slice(&bytes[..bytes.len().min(room)]);
+            self.value.extend_from_slice(&bytes[..bytes.len().min(room)]);
         }
     }
 
@@ -201,9 +197,7 @@ impl Sniff {
         self.state = match (self.state, b) {
             (State::Value | State::ValueOrEnd, b'{' | b'[') => self.open(b == b'{'),
             (State::Value | State::ValueOrEnd, b'"') if self.depth > 0 => self.string_begins(false),
-            (State::Value | State::ValueOrEnd, b'0'..=b'9' | b'-' | b'a'..=b'z' | b'A'..=b'Z')
-                if self.depth > 0 =>
-            {
+            (State::Value | State::ValueOrEnd, b'0'..=b'9' | b'-' | b'a'..=b'z' | b'A'..=b'Z') if self.depth > 0 => {
                 self.value.clear();
                 self.value.push(b);
                 self.keep = true;
@@ -215,11 +209,7 @@ impl Sniff {
                 if let Some(level) = self.path.get_mut(self.depth - 1) {
                     level.index += 1;
                 }
-                if self.in_object() {
-                    State::Key
-                } else {
-                    State::Value
-                }
+                if self.in_object() { State::Key } else { State::Value }
             }
             (State::After | State::KeyOrEnd, b'}') if self.in_object() => self.close(),
             (State::After | State::ValueOrEnd, b']') if !self.in_object() => self.close(),
@@ -255,40 +245,25 @@ impl Sniff {
             *level = Level::default();
         }
         self.depth += 1;
-        if object {
-            State::KeyOrEnd
-        } else {
-            State::ValueOrEnd
-        }
+        if object { State::KeyOrEnd } else { State::ValueOrEnd }
     }
 
     fn close(&mut self) -> State {
         self.depth -= 1;
-        if self.depth == 0 {
-            State::Done
-        } else {
-            State::After
-        }
+        if self.depth == 0 { State::Done } else { State::After }
     }
 
     fn string_begins(&mut self, key: bool) -> State {
         self.value.clear();
         self.keep = self.depth <= PATH_LEVELS;
-        State::String {
-            key,
-            escaped: false,
-        }
+        State::String { key, escaped: false }
     }
 
     fn string_ends(&mut self, key: bool) {
         if key {
             if let Some(level) = self.path.get_mut(self.depth - 1) {
                 // A longer key is none of ours.
-                let len = if self.value.len() > level.key.len() {
-                    0
-                } else {
-                    self.value.len()
-                };
+                let len = if self.value.len() > level.key.len() { 0 } else { self.value.len() };
                 level.key[..len].copy_from_slice(&self.value[..len]);
                 level.key_len = len as u8;
             }
@@ -390,40 +365,20 @@ mod tests {
         for piece in [1, 2, 5, 1000] {
             let seen = sniff(line, piece);
             assert!(seen.is_whole(), "pieces of {piece}");
-            assert_eq!(
-                (&seen.kind[..], &seen.uuid[..], &seen.timestamp[..]),
-                (&b"user"[..], &b"u1"[..], &b"2026"[..])
-            );
+            assert_eq!((&seen.kind[..], &seen.uuid[..], &seen.timestamp[..]), (&b"user"[..], &b"u1"[..], &b"2026"[..]));
             assert!(seen.results && !seen.others && seen.message && !seen.meta && !seen.sidechain);
-            assert_eq!(
-                (&seen.tool_use_id[..], &seen.result_text[..]),
-                (&b"t1"[..], &br#"first \"words\""#[..])
-            );
+            assert_eq!((&seen.tool_use_id[..], &seen.result_text[..]), (&b"t1"[..], &br#"first \"words\""#[..]));
             assert_eq!(seen.other_ids, [b"m1".to_vec(), b"m2".to_vec()]);
         }
     }
 
     #[test]
     fn a_torn_or_endless_line_is_not_whole() {
-        for line in [
-            "",
-            "{",
-            r#"{"a":1"#,
-            r#"{"a":"x"#,
-            r#"{"a" 1}"#,
-            r#"{"a":1}}"#,
-            "[]",
-            "5",
-            r#"{"a":1}{"b":2}"#,
-        ] {
+        for line in ["", "{", r#"{"a":1"#, r#"{"a":"x"#, r#"{"a" 1}"#, r#"{"a":1}}"#, "[]", "5", r#"{"a":1}{"b":2}"#] {
             assert!(!sniff(line, 1).is_whole(), "{line}");
         }
         assert!(!sniff(&format!("{{\"a\":{}", "[".repeat(100_000)), 4096).is_whole());
-        let deep = format!(
-            "{{\"a\":{}{},\"uuid\":\"u\"}}",
-            "[".repeat(200),
-            "]".repeat(200)
-        );
+        let deep = format!("{{\"a\":{}{},\"uuid\":\"u\"}}", "[".repeat(200), "]".repeat(200));
         let seen = sniff(&deep, 64);
         assert!(seen.is_whole() && seen.uuid == b"u");
     }

@@ -20,22 +20,11 @@ fn read(bytes: &[u8], piece: usize) -> (Vec<Entry>, usize) {
         scanner.push(part, |raw| {
             raw.each(|seen| match seen {
                 Seen::Gap => gaps += 1,
-                Seen::Stub {
-                    kind,
-                    sniff,
-                    offset,
-                    len,
-                } => {
+                Seen::Stub { kind, sniff, offset, len } => {
                     let (uuid, timestamp) = sniffed_id(sniff, offset);
                     entries.extend(build_stub(kind, uuid, timestamp, len));
                 }
-                Seen::Record {
-                    record,
-                    line,
-                    cuts,
-                    offset,
-                    len,
-                } => {
+                Seen::Record { record, line, cuts, offset, len } => {
                     assert!(offset + len <= bytes.len() as u64);
                     gaps += usize::from(record.kind == Kind::Unreadable);
                     entries.extend(build(&record, line, cuts, &session, offset).0);
@@ -53,10 +42,7 @@ fn user(uuid: &str, content: Value) -> String {
 }
 
 fn text_of(entry: &Entry) -> String {
-    serde_json::to_value(entry).unwrap()["content"][0]["text"]
-        .as_str()
-        .unwrap_or("?")
-        .to_owned()
+    serde_json::to_value(entry).unwrap()["content"][0]["text"].as_str().unwrap_or("?").to_owned()
 }
 
 const PIECES: [usize; 6] = [1, 3, 17, 100, 1024, 1 << 20];
@@ -64,35 +50,15 @@ const PIECES: [usize; 6] = [1, 3, 17, 100, 1024, 1 << 20];
 /// The texts that `line` shows between two good lines, and how many lines were unreadable, in pieces of every size.
 fn between(line: &[u8]) -> (Vec<String>, usize) {
     let good = |uuid| user(uuid, json!(uuid)) + "\n";
-    let file = [
-        good("before").as_bytes(),
-        line,
-        b"\n",
-        good("after").as_bytes(),
-    ]
-    .concat();
+    let file = [good("before").as_bytes(), line, b"\n", good("after").as_bytes()].concat();
     let mut first = None;
     for piece in PIECES {
         let (entries, gaps) = read(&file, piece);
         let texts: Vec<String> = entries.iter().map(text_of).collect();
-        assert_eq!(
-            texts.first().map(String::as_str),
-            Some("before"),
-            "{:?}",
-            String::from_utf8_lossy(line)
-        );
-        assert_eq!(
-            texts.last().map(String::as_str),
-            Some("after"),
-            "{:?}",
-            String::from_utf8_lossy(line)
-        );
+        assert_eq!(texts.first().map(String::as_str), Some("before"), "{:?}", String::from_utf8_lossy(line));
+        assert_eq!(texts.last().map(String::as_str), Some("after"), "{:?}", String::from_utf8_lossy(line));
         let this = (texts[1..texts.len() - 1].to_vec(), gaps);
-        assert_eq!(
-            first.get_or_insert_with(|| this.clone()),
-            &this,
-            "pieces of {piece}"
-        );
+        assert_eq!(first.get_or_insert_with(|| this.clone()), &this, "pieces of {piece}");
     }
     first.unwrap()
 }
@@ -101,15 +67,10 @@ fn between(line: &[u8]) -> (Vec<String>, usize) {
 fn strange_lines_show_what_can_be_shown_and_never_hide_their_neighbours() {
     let x = user("x", json!("x"));
     let deep = |n: usize| {
-        format!(
-            r#"{{"type":"user","a":{}{},"message":{{"content":"x"}},"uuid":"x"}}"#,
-            "[".repeat(n),
-            "]".repeat(n)
-        )
+        format!(r#"{{"type":"user","a":{}{},"message":{{"content":"x"}},"uuid":"x"}}"#, "[".repeat(n), "]".repeat(n))
     };
-    let with = |content: &str| {
-        format!(r#"{{"type":"user","message":{{"content":{content}}},"uuid":"x","timestamp":"t"}}"#)
-    };
+    let with =
+        |content: &str| format!(r#"{{"type":"user","message":{{"content":{content}}},"uuid":"x","timestamp":"t"}}"#);
     let table: Vec<(&str, Vec<u8>, &[&str], usize)> = vec![
         ("empty", vec![], &[], 0),
         ("blanks", b" \t  ".to_vec(), &[], 0),
@@ -161,26 +122,46 @@ fn strange_lines_show_what_can_be_shown_and_never_hide_their_neighbours() {
         ("more plumbing", with(r#""<command-name>/x</command-name>\n <command-args></command-args>""#).into(), &[], 0),
         ("words of ours", with(r#""<chat-app box=\"1\"><a/></chat-app>""#).into(), &[], 0),
         ("words of ours among others", with(r#""Hi <chat-app feature=\"a\" value=\"b\"/>there""#).into(), &["Hi there"], 0),
+        ("a tag in other letters", with(r#""x <Chat-App a=\"b\" /> <CHAT-APP>y</chat-APP> z""#).into(), &["x   z"], 0),
         ("an unfinished tag", with(r#""x <chat-app y""#).into(), &["x <chat-app y"], 0),
         ("blank words", with(r#""  \n ""#).into(), &[], 0),
     ];
     for (name, line, want, gaps) in table {
         let (texts, got) = between(&line);
-        assert_eq!(
-            (texts, got),
-            (want.iter().map(|s| (*s).to_owned()).collect(), gaps),
-            "{name}"
-        );
+        assert_eq!((texts, got), (want.iter().map(|s| (*s).to_owned()).collect(), gaps), "{name}");
     }
+}
+
+#[test]
+fn a_line_that_no_person_wrote_is_a_notice() {
+    let kind = |line: &str| {
+        let (entries, _) = read(format!("{line}\n").as_bytes(), 100);
+        serde_json::to_value(&entries[0]).unwrap()["type"].as_str().unwrap().to_owned()
+    };
+    let with = |more: &str| format!(r#"{{"type":"user",{more}"message":{{"content":"x"}},"uuid":"x"}}"#);
+    assert_eq!(kind(&with("")), "user");
+    assert_eq!(kind(&with(r#""origin":null,"#)), "user");
+    assert_eq!(kind(&with(r#""origin":{"kind":"human"},"#)), "user");
+    assert_eq!(kind(&with(r#""origin":{"kind":"task-notification"},"#)), "notice");
+    assert_eq!(kind(&with(r#""isCompactSummary":true,"#)), "compaction");
+    let older = user("x", json!("<task-notification>\n<task-id>1</task-id></task-notification>"));
+    assert_eq!(kind(&older), "notice");
+    let folded = |mode: &str| {
+        format!(
+            r#"{{"type":"attachment","attachment":{{"type":"queued_command","prompt":"x","commandMode":"{mode}"}},"uuid":"x"}}"#
+        )
+    };
+    assert_eq!(kind(&folded("prompt")), "user");
+    assert_eq!(kind(&folded("task-notification")), "notice");
+    let photo = r#"{"type":"attachment","attachment":{"type":"queued_command","prompt":[{"type":"image","source":{"data":"QUJD"}}]},"uuid":"x"}"#;
+    let (entries, _) = read(format!("{photo}\n").as_bytes(), 100);
+    assert_eq!(text_of(&entries[0]), "[image not displayed]");
 }
 
 #[test]
 fn a_bom_at_the_start_of_the_file_is_no_part_of_the_first_line() {
     for piece in PIECES {
-        let (entries, gaps) = read(
-            format!("\u{feff}{}\n", user("x", json!("x"))).as_bytes(),
-            piece,
-        );
+        let (entries, gaps) = read(format!("\u{feff}{}\n", user("x", json!("x"))).as_bytes(), piece);
         assert_eq!((entries.len(), gaps), (1, 0));
     }
 }
@@ -193,33 +174,19 @@ fn a_record_glued_to_a_torn_line_is_shown_wherever_the_line_was_torn() {
         json!({"type":"api-request-blob","hash":"h","message":{"role":"user","content":[{"type":"image","source":{"data":photo}}]}}).to_string(),
         json!({"parentUuid":null,"isSidechain":false,"message":{"content":[{"type":"tool_use","id":"t","name":"n","input":{"a":[1,true,{"b":null}]}}]},"type":"assistant","uuid":"t"}).to_string(),
     ];
-    let records = [
-        user("x", json!("x")),
-        r#"{"type":"user","message":{"content":"x"},"uuid":"x"}"#.to_owned(),
-    ];
+    let records = [user("x", json!("x")), r#"{"type":"user","message":{"content":"x"},"uuid":"x"}"#.to_owned()];
     for line in &lines {
         for record in &records {
             // The middle of a photo is like its middle.
             let at = |n: &usize| {
-                !(line.find("QUJDQUJD").map_or(0, |p| p + 9)..line.rfind("QUJDQUJD").unwrap_or(0))
-                    .contains(n)
+                !(line.find("QUJDQUJD").map_or(0, |p| p + 9)..line.rfind("QUJDQUJD").unwrap_or(0)).contains(n)
             };
             for torn in (1..line.len()).filter(at) {
-                let file = format!(
-                    "{}\n{}{record}\n{}\n",
-                    user("b", json!("b")),
-                    &line[..torn],
-                    user("a", json!("a"))
-                );
+                let file = format!("{}\n{}{record}\n{}\n", user("b", json!("b")), &line[..torn], user("a", json!("a")));
                 for piece in [61, 1 << 20] {
                     let (entries, gaps) = read(file.as_bytes(), piece);
                     let uuids: Vec<&str> = entries.iter().map(|e| e.uuid.as_str()).collect();
-                    assert_eq!(
-                        uuids,
-                        ["b", "x", "a"],
-                        "torn at {torn}: {}",
-                        &line[..torn.min(200)]
-                    );
+                    assert_eq!(uuids, ["b", "x", "a"], "torn at {torn}: {}", &line[..torn.min(200)]);
                     assert_eq!(gaps, 1, "torn at {torn}: {}", &line[..torn.min(200)]);
                 }
             }
@@ -236,9 +203,7 @@ fn a_line_of_seventy_megabytes_is_a_stub_and_its_neighbours_are_there() {
         scanner.push(bytes, |raw| {
             raw.each(|s| match s {
                 Seen::Record { record, .. } => seen.push(record.plain_uuid().unwrap().into_owned()),
-                Seen::Stub {
-                    kind, sniff, len, ..
-                } => {
+                Seen::Stub { kind, sniff, len, .. } => {
                     assert!(kind == Kind::User && len > super::LINE_BYTES_MAX);
                     seen.push(String::from_utf8(sniff.uuid.clone()).unwrap());
                 }
@@ -246,9 +211,7 @@ fn a_line_of_seventy_megabytes_is_a_stub_and_its_neighbours_are_there() {
             });
         });
     };
-    push(
-        (user("before", json!("x")) + "\n" + r#"{"type":"user","message":{"content":""#).as_bytes(),
-    );
+    push((user("before", json!("x")) + "\n" + r#"{"type":"user","message":{"content":""#).as_bytes());
     for _ in 0..70 {
         push(words.as_bytes());
     }
@@ -265,38 +228,25 @@ fn base64_never_leaves_in_texts_keys_inputs_or_results_and_a_note_says_so() {
         {"type":"thinking","thinking":long,"signature":long},
         {"type":"document","source":{"type":"base64","data":long}},
     ]},"uuid":"a"});
-    let hidden =
-        user("u", json!(format!("x {}", long))).replace("A1b2A1b2", "\\u0041\\u0031b2A1b2");
+    let hidden = user("u", json!(format!("x {}", long))).replace("A1b2A1b2", "\\u0041\\u0031b2A1b2");
     let (entries, gaps) = read(format!("{call}\n{hidden}\n").as_bytes(), 1000);
     let text = serde_json::to_string(&entries).unwrap();
     assert_eq!((entries.len(), gaps), (2, 0));
     assert!(longest_run(text.as_bytes()) < 1024);
     let value = serde_json::to_value(&entries[0]).unwrap();
-    assert_eq!(
-        value["content"][0]["input"]["data"],
-        "[4000 bytes of base64 not displayed]"
-    );
-    assert_eq!(
-        value["content"][1]["text"],
-        "see [4000 bytes of base64 not displayed] there"
-    );
+    assert_eq!(value["content"][0]["input"]["data"], "[4000 bytes of base64 not displayed]");
+    assert_eq!(value["content"][1]["text"], "see [4000 bytes of base64 not displayed] there");
     assert_eq!(value["content"][3]["text"], "[document]");
 }
 
 fn longest_run(bytes: &[u8]) -> usize {
-    bytes
-        .split(|b| !(b.is_ascii_alphanumeric() || b"+/=_-".contains(b)))
-        .map(<[u8]>::len)
-        .max()
-        .unwrap_or(0)
+    bytes.split(|b| !(b.is_ascii_alphanumeric() || b"+/=_-".contains(b))).map(<[u8]>::len).max().unwrap_or(0)
 }
 
 /// Bytes as crashes and other writers leave them: pieces of real lines, base64, rubbish.
 fn rubbish() -> impl Strategy<Value = Vec<u8>> {
-    let real = user(
-        "r",
-        json!([{"type":"image","source":{"data":"QUJD".repeat(500)}},{"type":"text","text":"w \\ \" ü"}]),
-    );
+    let real =
+        user("r", json!([{"type":"image","source":{"data":"QUJD".repeat(500)}},{"type":"text","text":"w \\ \" ü"}]));
     let other = r#"{"type":"api-request-blob","message":{"content":[{"type":"text","text":"x"}]}}"#;
     let cut = |line: String| (0..line.len()).prop_map(move |n| line.as_bytes()[..n].to_vec());
     let part = prop_oneof![
@@ -306,8 +256,7 @@ fn rubbish() -> impl Strategy<Value = Vec<u8>> {
         cut(real),
         cut(other.to_owned()),
     ];
-    proptest::collection::vec(part, 0..4)
-        .prop_map(|parts| parts.concat().into_iter().filter(|b| *b != b'\n').collect())
+    proptest::collection::vec(part, 0..4).prop_map(|parts| parts.concat().into_iter().filter(|b| *b != b'\n').collect())
 }
 
 proptest! {

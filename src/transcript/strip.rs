@@ -34,13 +34,7 @@ pub fn cuts_between(cuts: &[Cut], from: usize, to: usize) -> &[Cut] {
 /// Where the byte at `at` of the stripped line stands in the line itself; with `after`, cuts right at it count as past.
 #[must_use]
 pub fn in_line(cuts: &[Cut], at: usize, after: bool) -> u64 {
-    let past = cuts.iter().take_while(|c| {
-        if after {
-            c.at as usize <= at
-        } else {
-            (c.at as usize) < at
-        }
-    });
+    let past = cuts.iter().take_while(|c| if after { c.at as usize <= at } else { (c.at as usize) < at });
     at as u64 + past.map(|c| u64::from(c.len)).sum::<u64>()
 }
 
@@ -225,11 +219,7 @@ impl Strip {
     /// A whole run of `len` bytes that an earlier pass found here and that is not read again.
     pub fn pass_run(&mut self, len: u32) {
         self.end_run();
-        self.cuts.push(Cut {
-            at: at(self.out.len()),
-            start: at64(self.fed),
-            len,
-        });
+        self.cuts.push(Cut { at: at(self.out.len()), start: at64(self.fed), len });
         self.fed += u64::from(len);
         self.last = b'A';
     }
@@ -287,8 +277,7 @@ impl Strip {
                     self.out.extend_from_slice(&piece[copied..start]);
                     let len = run_len(piece, start);
                     self.begin_run(piece, start, len);
-                    self.out
-                        .extend_from_slice(&piece[start..start + len.min(RUN_KEPT_MAX)]);
+                    self.out.extend_from_slice(&piece[start..start + len.min(RUN_KEPT_MAX)]);
                     copied = start + len;
                     if copied == piece.len() {
                         break;
@@ -310,17 +299,8 @@ impl Strip {
     }
 
     fn begin_run(&mut self, piece: &[u8], start: usize, len: usize) {
-        let before = if start == 0 {
-            self.last
-        } else {
-            piece[start - 1]
-        };
-        self.run = Some(Run {
-            out_at: self.out.len(),
-            before,
-            start: self.fed + start as u64,
-            len: len as u64,
-        });
+        let before = if start == 0 { self.last } else { piece[start - 1] };
+        self.run = Some(Run { out_at: self.out.len(), before, start: self.fed + start as u64, len: len as u64 });
     }
 
     fn end_run(&mut self) {
@@ -338,11 +318,7 @@ impl Strip {
         }
         self.out.truncate(run.out_at + keep);
         let len = run.len - keep as u64;
-        self.cuts.push(Cut {
-            at: at(self.out.len()),
-            start: at64(run.start + keep as u64),
-            len: at64(len),
-        });
+        self.cuts.push(Cut { at: at(self.out.len()), start: at64(run.start + keep as u64), len: at64(len) });
     }
 }
 
@@ -386,22 +362,13 @@ mod tests {
     fn long_runs_go_and_everything_else_stays_however_it_is_divided() {
         let b64 = |n: usize| "QUJD/+x9".repeat(n / 8 + 1)[..n].to_string();
         let cases = [
-            (
-                format!(r#"{{"data":"{}","x":"{}"}}"#, b64(1024), b64(1023)),
-                1,
-            ),
-            (
-                format!(r#"{{"data":"{}"}}"#, b64(5000).replace('/', "\\/")),
-                1,
-            ),
+            (format!(r#"{{"data":"{}","x":"{}"}}"#, b64(1024), b64(1023)), 1),
+            (format!(r#"{{"data":"{}"}}"#, b64(5000).replace('/', "\\/")), 1),
             (format!(r#"{{"data":"a\n{}"}}"#, b64(3000)), 1),
             (format!(r#"{{"data":"a\\{}"}}"#, b64(3000)), 1),
             (format!(r#"{{"data":"\u00e9{}="}}"#, b64(3000)), 1),
             (format!(r#"{{"data":"\\/{}\\"}}"#, b64(3000)), 1),
-            (
-                format!(r#"{{"data":"\/\/\/{}"}}"#, b64(3000).replace('/', "\\/")),
-                1,
-            ),
+            (format!(r#"{{"data":"\/\/\/{}"}}"#, b64(3000).replace('/', "\\/")), 1),
             (format!("{} {} {}", b64(2000), b64(1000), b64(2000)), 2),
             (b64(1024), 1),
             ("word ".repeat(3000), 0),
@@ -410,20 +377,11 @@ mod tests {
         for (line, want) in cases {
             let line = line.as_bytes();
             let (out, cuts) = strip_in(line, usize::MAX);
-            assert_eq!(
-                cuts.len(),
-                want,
-                "{:?}",
-                String::from_utf8_lossy(&line[..20])
-            );
+            assert_eq!(cuts.len(), want, "{:?}", String::from_utf8_lossy(&line[..20]));
             assert_eq!(put_back(line, &out, &cuts), line);
             assert_eq!(is_clean(line), cuts.is_empty());
             for piece in [1, 2, 3, 7, 64, 1023, 1024, 1025, 1500] {
-                assert_eq!(
-                    strip_in(line, piece),
-                    (out.clone(), cuts.clone()),
-                    "pieces of {piece}"
-                );
+                assert_eq!(strip_in(line, piece), (out.clone(), cuts.clone()), "pieces of {piece}");
             }
             let text = String::from_utf8(out).unwrap();
             if text.starts_with('{') {
@@ -432,21 +390,14 @@ mod tests {
             }
             for cut in &cuts {
                 assert_eq!(in_line(&cuts, cut.at as usize, false), u64::from(cut.start));
-                assert_eq!(
-                    in_line(&cuts, cut.at as usize, true),
-                    u64::from(cut.start + cut.len)
-                );
+                assert_eq!(in_line(&cuts, cut.at as usize, true), u64::from(cut.start + cut.len));
             }
         }
     }
 
     #[test]
     fn a_run_that_an_earlier_pass_found_need_not_be_read() {
-        let line = format!(
-            r#"{{"a":"{}","b":"é{}"}}"#,
-            "x".repeat(2000),
-            "y/".repeat(900)
-        );
+        let line = format!(r#"{{"a":"{}","b":"é{}"}}"#, "x".repeat(2000), "y/".repeat(900));
         let (out, cuts) = strip_in(line.as_bytes(), usize::MAX);
         let mut strip = Strip::default();
         let mut from = 0;
@@ -456,9 +407,7 @@ mod tests {
             from = (cut.start + cut.len) as usize;
         }
         strip.feed(&line.as_bytes()[from..]);
-        let Left::Held(again, cuts_again) = strip.finish() else {
-            panic!("small")
-        };
+        let Left::Held(again, cuts_again) = strip.finish() else { panic!("small") };
         assert_eq!((again, cuts_again), (&out[..], &cuts[..]));
     }
 
@@ -466,10 +415,7 @@ mod tests {
     fn a_text_is_shortened_only_where_it_has_a_run() {
         assert_eq!(shorten_runs("plain text"), None);
         let text = format!("é{} and {}ü", "A".repeat(1024), "B".repeat(1023));
-        let want = format!(
-            "é[1024 bytes of base64 not displayed] and {}ü",
-            "B".repeat(1023)
-        );
+        let want = format!("é[1024 bytes of base64 not displayed] and {}ü", "B".repeat(1023));
         assert_eq!(shorten_runs(&text).unwrap(), want);
     }
 }

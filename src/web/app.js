@@ -118,10 +118,11 @@ async function refresh() {
   o.reading = (async () => {
     for (let tries = 0; o === open;) {
       o.again = false;
+      const asked = performance.now();
       try {
         const answer = await api(`/api/chat/bootstrap?tail=${TAIL}${o.conv ? "&session=" + encodeURIComponent(o.conv) : ""}`);
         if (o !== open) return;
-        took(o, answer);
+        took(o, answer, asked);
         tries = 0;
         if (!o.again) return;
       } catch (e) {
@@ -143,7 +144,7 @@ async function refresh() {
   });
 }
 
-function took(o, answer) {
+function took(o, answer, asked) {
   heardUpTo(answer.cursor);
   o.error = null;
   if (answer.kind === "empty" && !answer.sessionId) {
@@ -167,7 +168,9 @@ function took(o, answer) {
       o.talk.offset += drop;
     }
     o.features = answer.features ?? o.features;
-    phase(o, answer.status ?? {});
+    // A phase heard since we asked is at least as new as the answer's.
+    const status = answer.status ?? {};
+    phase(o, o.phaseAt > asked ? { ...status, phase: undefined } : status);
     settleTurns(o);
   }
   const settled = outbox.items.filter((i) => o.ids.has(i.conv) && i.messageUuid && (i.eventId ?? 0) <= o.talk.seen);
@@ -252,6 +255,7 @@ const events = new Events({
       if (id > at.id) cursor = at.epoch ? `${at.epoch}.${id}` : String(id);
     }
     if (event === "chat-phase") {
+      heardPhases.set(data.sessionId, { phase: data.phase, at: performance.now() });
       const row = sessions.find((s) => s.sessionId === data.sessionId);
       if (row) Object.assign(row, { phase: data.phase, queued: data.queued ?? row.queued });
       else listSoon();
@@ -261,6 +265,7 @@ const events = new Events({
     if (!o || !(o.ids.has(data.sessionId) || o.ids.has(data.was))) return;
     switch (event) {
       case "chat-phase":
+        o.phaseAt = performance.now();
         if (data.phase === "idle" && o.phase === "starting") refresh(); // a start that failed says why in the status
         if (data.phase !== "streaming" && data.phase !== "stopping") o.turnId = null;
         if (data.phase === "idle" || data.phase === "ready") for (const t of o.turns.values()) t.retry = null;
@@ -306,14 +311,18 @@ function kept(o, frame) {
     const words = back.map((p) => (p.content ?? []).filter((b) => b.type === "text").map((b) => b.text).join("\n")).filter(Boolean);
     if (back.length && frame.id > o.talk.seen) o.notes.push({ key: "n:" + frame.id, text: `${back.length === 1 ? "A waiting message was" : back.length + " waiting messages were"} taken back.`, words: words.join("\n\n") });
   }
+  if (["chat-turn-failed", "chat-complete"].includes(event)) o.notes = o.notes.filter((n) => n.turnId !== data.turnId);
   if (event === "chat-turn-failed" && frame.id > o.talk.seen) {
-    o.notes.push({ key: "n:" + frame.id, error: true, text: data.willRetry ? `The agent ended before it took the message: ${data.error}. It is sent again.` : `The turn did not finish: ${data.error}` });
+    o.notes.push({ key: "n:" + frame.id, error: true, turnId: data.turnId, uuids: data.messageUuids ?? [],
+      text: data.willRetry ? `The agent ended before it took the message: ${data.error}. It is sent again.` : `The turn did not finish: ${data.error}` });
   }
   // Sent again: its frames count from one anew.
   if (event === "chat-message-dispatched" && frame.id > o.talk.seen) o.turns.delete(data.turnId);
   if (event === "chat-complete") {
     say(data.isError ? "The answer ended with an error." : "The answer is complete.");
-    if (data.isError && frame.id > o.talk.seen && data.errors?.length) o.notes.push({ key: "n:" + frame.id, error: true, text: "The answer ended with an error: " + data.errors.join(" · ") });
+    // Said already, by the answer's own last words or as an interrupt.
+    const said = (o.turns.get(data.turnId)?.blocks ?? []).some(({ block: b }) => b.type === "interrupted" || data.errors?.some((e) => b.text?.includes(e)));
+    if (data.isError && !said && frame.id > o.talk.seen && data.errors?.length) o.notes.push({ key: "n:" + frame.id, error: true, text: "The answer ended with an error: " + data.errors.join(" · ") });
   }
   if (event === "chat-user-message") o.notes = o.notes.filter((n) => n.words);
   const turn = o.turns.get(data.turnId);
@@ -322,17 +331,18 @@ function kept(o, frame) {
   draw();
 }
 
+const heardPhases = new Map(); // session -> {phase, at}: the list tells only running and busy
 let listTimer = 0;
 function listSoon() {
   listTimer ||= setTimeout(async () => {
     listTimer = 0;
+    const asked = performance.now();
     try {
       const answer = await api("/api/chat/sessions");
-      const phases = new Map(sessions.map((s) => [s.sessionId, s.phase]));
       sessions = answer.sessions.map((s) => {
-        const known = phases.get(s.sessionId);
-        const fits = known && s.running === (known === "ready" || known === "streaming") && s.busy === (known === "streaming" || known === "starting");
-        return { ...s, phase: fits ? known : s.busy ? (s.running ? "streaming" : "starting") : s.running ? "ready" : "idle" };
+        const { phase: known, at } = heardPhases.get(s.sessionId) ?? {};
+        const fits = s.running === (known === "ready" || known === "streaming") && s.busy === (known === "streaming" || known === "starting");
+        return { ...s, phase: known && (at > asked || fits) ? known : s.busy ? (s.running ? "streaming" : "starting") : s.running ? "ready" : "idle" };
       });
       drawSessions();
       drawHead();
@@ -347,7 +357,7 @@ function away(e) {
     online = false;
     events.connect();
   }
-  drawBanner(e.status === 401 ? "This server wants a login: open the link that “beebox-chatd token” prints." : null);
+  drawBanner(e.status === 401 ? "This server wants a login: open its login link again." : null);
 }
 
 // ---- drawing: the list of messages
@@ -393,7 +403,7 @@ function pendingNode(p) {
   };
   return userNode({
     content: p.content, timestamp: p.timestamp, user: p.user, photos: pendingPhoto(p.uuid), state: p.state,
-    stateText: failed ? "Not delivered" + (open.talk.errors.has(p.uuid) ? ": " + open.talk.errors.get(p.uuid) : "") : p.state === "accepted" ? "Queued" : "",
+    stateText: failed ? ["Not delivered", p.error ?? open.talk.errors.get(p.uuid)].filter(Boolean).join(": ") : p.state === "accepted" ? "Queued" : "",
     actions: failed ? [["Try again", act("retry")], ["Discard", act("discard")]] : [],
   });
 }
@@ -488,20 +498,25 @@ function paint() {
   const put = (s) => {
     rest.splice(rest.indexOf(s), 1);
     daily(s.value.timestamp ?? new Date(s.value.at).toISOString());
-    const sig = () => JSON.stringify([s.value.state, s.value.text ?? s.value.content, s.value.error, s.value.messageUuid, open.talk.errors.get(s.value.uuid)]);
+    const sig = () => JSON.stringify([s.value.state, s.value.text ?? s.value.content, s.value.error, s.value.attempted, s.value.messageUuid, open.talk.errors.get(s.value.uuid)]);
     add(s.key, keep(s.key, s.value, s.kind === "pending" ? pendingNode : ownNode, sig));
   };
   const turns = [...o.turns.values()].sort((a, b) => Number(b.ended) - Number(a.ended));
+  const isOf = (s, turn) => (s.kind === "pending" ? s.value.turnId === turn.turnId && s.value.state === "dispatched"
+    : s.value.messageUuid !== undefined && [s.value.messageUuid, s.value.turnId].includes(turn.turnId));
   for (const turn of turns) {
-    for (const s of [...rest]) if (s.kind === "pending" && s.value.turnId === turn.turnId && s.value.state === "dispatched") put(s);
+    for (const s of [...rest]) if (isOf(s, turn)) put(s);
     add(liveKey(turn), liveNode(o, turn));
   }
-  for (const s of [...rest]) if (s.value.state === "dispatched") put(s);
+  // What waits for a start rides its first turn.
+  for (const s of [...rest]) if (s.value.state === "dispatched" || o.phase === "starting") put(s);
   if (turns.every((t) => t.ended) && ["starting", "streaming"].includes(o.phase)) {
     add("t:", keep("t:", "wait", () => h("p", { class: "pulse" }, h("i"), h("i"), h("i"), h("span", { class: "sr" }, "The agent is working"))));
   }
   for (const s of [...rest]) put(s);
-  for (const note of o.notes) add(note.key, keep(note.key, note, noteNode));
+  // A message that failed says so itself.
+  const failed = new Set(o.talk.pending.filter((p) => p.state === "failed").map((p) => p.uuid));
+  for (const note of o.notes) if (!note.uuids?.some((u) => failed.has(u))) add(note.key, keep(note.key, note, noteNode));
   for (const key of nodes.keys()) if (!keys.has(key)) nodes.delete(key);
 
   const anchor = stuck ? null : firstInView();
@@ -587,16 +602,20 @@ async function older() {
       if (!entries.length) break;
       page.push(...entries);
     }
-    if (o !== open || o.talk.offset !== end) return;
-    if (page.length) o.talk.prepend(page, from);
-    else o.talk.offset = 0;
+    if (o !== open) return;
+    if (o.talk.offset === end) {
+      if (page.length) o.talk.prepend(page, from);
+      else o.talk.offset = 0;
+    }
     draw();
-  } catch (e) {
-    away(e);
-  } finally {
-    setTimeout(() => {
+    // Once it is drawn, and what was in view is where it was: still near the top?
+    requestAnimationFrame(() => {
       o.older = false;
-    }, 120);
+      if (o === open && scroll.scrollTop < 600) older();
+    });
+  } catch (e) {
+    o.older = false;
+    away(e);
   }
 }
 

@@ -21,21 +21,22 @@ export class Conversation {
   epoch = "";
   events = []; // kept events since the last snapshot's cursor
   errors = new Map(); // messageUuid -> why it failed, in words
-  loaded = false;
+  loaded = false; // something may be drawn: also a draft that no snapshot speaks for yet
+  adopted = false;
 
   /**
    * Takes a bootstrap answer; older pages that still join on are kept. Answers whether it should be asked for once more
    * before anything is drawn: a message came while it was made, and nothing tells which entries were there before.
    */
   adopt(snapshot) {
-    const first = !this.loaded;
+    const first = !this.adopted;
     const before = first ? undefined : this.userUuids();
     const { epoch, id } = parseCursor(snapshot.cursor);
     const kept = first || epoch === this.epoch ? this.events.filter((e) => e.id > id) : [];
     const fresh = snapshot.entries ?? [];
     const offset = snapshot.offset ?? 0;
     const mine = offset - this.offset; // how many of ours come before the fresh ones
-    const joins = this.loaded && mine > 0 && mine <= this.entries.length && (snapshot.total ?? 0) >= this.total
+    const joins = this.adopted && mine > 0 && mine <= this.entries.length && (snapshot.total ?? 0) >= this.total
       && (mine === this.entries.length || fresh.length === 0 || this.entries[mine].uuid === fresh[0].uuid);
     this.entries = joins ? this.entries.slice(0, mine).concat(fresh) : fresh;
     this.offset = joins ? this.offset : offset;
@@ -47,6 +48,7 @@ export class Conversation {
     this.seen = id;
     this.events = [];
     this.loaded = true;
+    this.adopted = true;
     for (const event of kept) this.hear(event, before);
     return first && kept.some((e) => e.event === "chat-user-message");
   }
@@ -110,6 +112,7 @@ export class Conversation {
 
   /** What is shown, by the rule of reconcile.js. */
   shown(own) {
-    return reconcile({ entries: this.entries, pending: this.pending, delivered: this.delivered, own, seen: this.seen });
+    // Before the first snapshot some events were missed: `seen` speaks for nothing yet.
+    return reconcile({ entries: this.entries, pending: this.pending, delivered: this.delivered, own, seen: this.adopted ? this.seen : 0 });
   }
 }

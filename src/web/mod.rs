@@ -62,11 +62,7 @@ static MADE: LazyLock<Vec<Made>> = LazyLock::new(|| {
         .iter()
         .map(|(_, _, bytes)| {
             let tag = fnv(bytes);
-            Made {
-                etag: format!("\"{tag:016x}\""),
-                gz: gzip(bytes),
-                gz_etag: format!("\"{tag:016x}-gz\""),
-            }
+            Made { etag: format!("\"{tag:016x}\""), gz: gzip(bytes), gz_etag: format!("\"{tag:016x}-gz\"") }
         })
         .collect()
 });
@@ -80,20 +76,12 @@ pub fn asset(path: &str) -> Option<Asset> {
     let at = FILES.iter().position(|(file, _, _)| *file == name)?;
     let (_, mime, bytes) = FILES[at];
     let made = &MADE[at];
-    Some(Asset {
-        mime,
-        bytes,
-        etag: &made.etag,
-        gz: &made.gz,
-        gz_etag: &made.gz_etag,
-    })
+    Some(Asset { mime, bytes, etag: &made.etag, gz: &made.gz, gz_etag: &made.gz_etag })
 }
 
 /// FNV-1a, 64 bits: it only has to differ between two builds.
 fn fnv(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
-    })
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 /// The gzip form of `bytes`: head, deflated data, CRC-32 and length (RFC 1952).
@@ -108,13 +96,7 @@ fn gzip(bytes: &[u8]) -> Vec<u8> {
 /// CRC-32 bit by bit: 0.1 MB, once.
 fn crc32(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0_u32, |crc, byte| {
-        (0..8).fold(crc ^ u32::from(*byte), |c, _| {
-            if c & 1 == 1 {
-                (c >> 1) ^ 0xedb8_8320
-            } else {
-                c >> 1
-            }
-        })
+        (0..8).fold(crc ^ u32::from(*byte), |c, _| if c & 1 == 1 { (c >> 1) ^ 0xedb8_8320 } else { c >> 1 })
     })
 }
 
@@ -132,14 +114,8 @@ mod tests {
 
     #[test]
     fn a_first_load_stays_under_60_kib() {
-        let bytes: usize = FILES
-            .iter()
-            .map(|(name, _, _)| asset(name).unwrap().gz.len())
-            .sum();
-        assert!(
-            bytes < 56 * 1024,
-            "{bytes} bytes leave no room for the heads and the first answers"
-        );
+        let bytes: usize = FILES.iter().map(|(name, _, _)| asset(name).unwrap().gz.len()).sum();
+        assert!(bytes < 56 * 1024, "{bytes} bytes leave no room for the heads and the first answers");
     }
 
     #[test]
@@ -147,11 +123,7 @@ mod tests {
         for (name, _, bytes) in FILES {
             let gz = asset(name).unwrap().gz;
             let data = &gz[10..gz.len() - 8];
-            assert_eq!(
-                miniz_oxide::inflate::decompress_to_vec(data).unwrap(),
-                *bytes,
-                "{name}"
-            );
+            assert_eq!(miniz_oxide::inflate::decompress_to_vec(data).unwrap(), *bytes, "{name}");
         }
         assert_eq!(crc32(b"123456789"), 0xcbf4_3926);
     }
@@ -159,27 +131,12 @@ mod tests {
     #[test]
     fn nothing_in_the_page_needs_an_inline_script_or_style_or_another_origin() {
         let html = std::str::from_utf8(asset("/").unwrap().bytes).unwrap();
-        for never in [
-            "<style",
-            " style=",
-            " onclick",
-            "javascript:",
-            "http://",
-            "https://",
-            "<script>",
-        ] {
+        for never in ["<style", " style=", " onclick", "javascript:", "http://", "https://", "<script>"] {
             assert!(!html.contains(never), "{never}");
         }
         for (name, _, bytes) in FILES.iter().filter(|(name, _, _)| name.ends_with(".js")) {
             let js = std::str::from_utf8(bytes).unwrap();
-            for never in [
-                "innerHTML",
-                "outerHTML",
-                "insertAdjacentHTML",
-                "document.write",
-                "eval(",
-                "new Function",
-            ] {
+            for never in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"] {
                 assert!(!js.contains(never), "{name}: {never}");
             }
         }
@@ -187,13 +144,11 @@ mod tests {
 
     #[test]
     fn every_file_the_page_names_is_there() {
-        let all: String = FILES
-            .iter()
-            .map(|(_, _, bytes)| String::from_utf8_lossy(bytes))
-            .collect();
-        for part in all.split(['"', '(']).filter(|p| {
-            p.starts_with("./") || (p.starts_with('/') && p.contains('.') && !p.contains(' '))
-        }) {
+        let all: String = FILES.iter().map(|(_, _, bytes)| String::from_utf8_lossy(bytes)).collect();
+        for part in all
+            .split(['"', '('])
+            .filter(|p| p.starts_with("./") || (p.starts_with('/') && p.contains('.') && !p.contains(' ')))
+        {
             if part.ends_with(".js") || part.ends_with(".css") || part.ends_with(".svg") {
                 assert!(asset(part.trim_start_matches('.')).is_some(), "{part}");
             }

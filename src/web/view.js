@@ -222,8 +222,9 @@ export function entryNode(entry, local) {
       return mark("The answer was interrupted");
     default: {
       const text = textOf(content);
-      return h("article", { class: "aside" }, text.length > 120 || text.includes("\n")
-        ? fold("", entry.type === "notice" ? "Notice" : entry.type, text.slice(0, 100), h("div", { class: "words" }, text)) : mark(text || entry.type));
+      const summary = /<summary>([^<]{1,300})<\/summary>/.exec(text)?.[1]; // of a finished background task
+      return h("article", { class: "aside" }, summary || text.length > 120 || text.includes("\n")
+        ? fold("", entry.type === "notice" ? "Notice" : entry.type, summary ?? text.slice(0, 100), h("div", { class: "words" }, text)) : mark(text || entry.type));
     }
   }
 }

@@ -3,11 +3,7 @@
 //!
 //! Every figure is the median of runs in turns, files in the page cache, the answer serialized to JSON on our side as
 //! on the peer's. Memory is measured in fresh processes of this same program.
-#![allow(
-    clippy::unwrap_used,
-    clippy::print_stdout,
-    reason = "a measuring program: it prints, and fails loudly"
-)]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a measuring program: it prints, and fails loudly")]
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufWriter, Read, Write};
@@ -21,31 +17,22 @@ use beebox_chatd::ids::SessionId;
 use beebox_chatd::transcript::{MediaRef, Window};
 
 const BOX: &str = "/srv/bench-box";
-const TAIL: Window = Window::Tail {
-    tail: 200,
-    min_real_user_messages: 2,
-};
+const TAIL: Window = Window::Tail { tail: 200, min_real_user_messages: 2 };
 /// The 15.5 MB file: 1,587 lines, 14 of them over 1 MB.
 const LINES: usize = 1587;
 const PHOTO_LINES: usize = 14;
 
 fn main() {
-    let args: Vec<String> = std::env::args()
-        .skip(1)
-        .filter(|a| a != "--bench")
-        .collect();
+    let args: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["rss", kind, home] => rss(kind, Path::new(home)),
-        ["run", home, big_mb, peers] => {
-            run(Path::new(home), big_mb.parse().unwrap(), Path::new(peers))
-        }
+        ["run", home, big_mb, peers] => run(Path::new(home), big_mb.parse().unwrap(), Path::new(peers)),
         _ => println!("usage: scripts/bench-history [--big-mb N] [--peers DIR]"),
     }
 }
 
 fn folder(home: &Path) -> PathBuf {
-    home.join("projects")
-        .join(beebox_chatd::transcript::slug(BOX))
+    home.join("projects").join(beebox_chatd::transcript::slug(BOX))
 }
 
 fn archive(home: &Path) -> Archive {
@@ -68,8 +55,7 @@ impl Noise {
     }
 
     fn base64(&mut self, len: usize) -> String {
-        const LETTERS: &[u8; 64] =
-            b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+        const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
         let mut out = String::with_capacity(len + 10);
         while out.len() < len {
             let mut word = self.next();
@@ -83,16 +69,7 @@ impl Noise {
     }
 
     fn words(&mut self, len: usize) -> String {
-        const WORDS: [&str; 8] = [
-            "lorem",
-            "ipsum",
-            "dolor",
-            "\\\"sit\\\"",
-            "amet,\\n",
-            "consectetur",
-            "größe",
-            "elit",
-        ];
+        const WORDS: [&str; 8] = ["lorem", "ipsum", "dolor", "\\\"sit\\\"", "amet,\\n", "consectetur", "größe", "elit"];
         let mut out = String::new();
         while out.len() < len {
             out.push_str(WORDS[(self.next() & 7) as usize]);
@@ -115,11 +92,7 @@ fn generate(path: &Path, bytes: u64) {
             line % 60,
             line % 1000
         );
-        let uuid = format!(
-            "{:08x}-0000-4000-8000-{:012x}",
-            line,
-            noise.next() & 0xffff_ffff_ffff
-        );
+        let uuid = format!("{:08x}-0000-4000-8000-{:012x}", line, noise.next() & 0xffff_ffff_ffff);
         let text = if n % (LINES / PHOTO_LINES) == 40 && n / (LINES / PHOTO_LINES) < PHOTO_LINES {
             let photo = &photos[n / (LINES / PHOTO_LINES) % photos.len()];
             if n.is_multiple_of(2) {
@@ -168,19 +141,11 @@ fn generate_long_line(path: &Path, bytes: usize) {
     let mut out = BufWriter::with_capacity(1 << 20, File::create(path).unwrap());
     let mut noise = Noise(7);
     let words = noise.words(1 << 20);
-    write!(
-        out,
-        "{{\"type\":\"user\",\"message\":{{\"role\":\"user\",\"content\":\""
-    )
-    .unwrap();
+    write!(out, "{{\"type\":\"user\",\"message\":{{\"role\":\"user\",\"content\":\"").unwrap();
     for _ in 0..bytes / words.len() {
         out.write_all(words.as_bytes()).unwrap();
     }
-    writeln!(
-        out,
-        "\"}},\"uuid\":\"long\",\"timestamp\":\"2026-12-01T02:20:18.495Z\"}}"
-    )
-    .unwrap();
+    writeln!(out, "\"}},\"uuid\":\"long\",\"timestamp\":\"2026-12-01T02:20:18.495Z\"}}").unwrap();
     for n in 0..1000 {
         writeln!(out, "{{\"type\":\"user\",\"message\":{{\"role\":\"user\",\"content\":\"{}\"}},\"uuid\":\"u{n}\",\"timestamp\":\"2026-12-01T02:20:18.495Z\"}}", noise.words(500)).unwrap();
     }
@@ -199,9 +164,7 @@ fn time<T>(f: impl FnOnce() -> T) -> (f64, T) {
 }
 
 fn answer(archive: &Archive, session: &SessionId) -> usize {
-    serde_json::to_vec(&archive.history(session, TAIL).unwrap())
-        .unwrap()
-        .len()
+    serde_json::to_vec(&archive.history(session, TAIL).unwrap()).unwrap().len()
 }
 
 /// What a plain read of the whole file costs.
@@ -215,32 +178,19 @@ fn pread(path: &Path) -> u64 {
             return sum;
         }
         at += n as u64;
-        sum = sum
-            .wrapping_add(u64::from(buffer[n - 1]))
-            .wrapping_add(n as u64);
+        sum = sum.wrapping_add(u64::from(buffer[n - 1])).wrapping_add(n as u64);
     }
 }
 
 /// Seconds, total and peak memory of the peer.
 fn peer(peers: &Path, file: &Path) -> Option<(f64, u64, u64)> {
-    let out = Command::new("node")
-        .arg(peers.join("history.js"))
-        .arg(file)
-        .output()
-        .ok()?;
+    let out = Command::new("node").arg(peers.join("history.js")).arg(file).output().ok()?;
     let value: serde_json::Value = serde_json::from_slice(&out.stdout).ok()?;
-    Some((
-        value["seconds"].as_f64()?,
-        value["total"].as_u64()?,
-        value["peakRssKiB"].as_u64()?,
-    ))
+    Some((value["seconds"].as_f64()?, value["total"].as_u64()?, value["peakRssKiB"].as_u64()?))
 }
 
 fn row(what: &str, measured: String, goal: &str, met: bool) {
-    println!(
-        "| {what} | {measured} | {goal} | {} |",
-        if met { "met" } else { "missed" }
-    );
+    println!("| {what} | {measured} | {goal} | {} |", if met { "met" } else { "missed" });
 }
 
 fn run(home: &Path, big_mb: u64, peers: &Path) {
@@ -306,20 +256,12 @@ fn run(home: &Path, big_mb: u64, peers: &Path) {
     let warm_archive = archive(home);
     let warm = |session: &SessionId| {
         answer(&warm_archive, session);
-        median(
-            (0..300)
-                .map(|_| time(|| answer(&warm_archive, session)).0)
-                .collect(),
-        )
+        median((0..300).map(|_| time(|| answer(&warm_archive, session)).0).collect())
     };
     let (warm_small, warm_big) = (warm(&small), warm(&big));
     row(
         "warm tail-200",
-        format!(
-            "{:.2} ms p50 ({:.2} ms for the small file)",
-            warm_big * 1e3,
-            warm_small * 1e3
-        ),
+        format!("{:.2} ms p50 ({:.2} ms for the small file)", warm_big * 1e3, warm_small * 1e3),
         "<= 1.5 x the small file, <= 2 ms",
         warm_big <= 1.5 * warm_small && warm_big <= 0.002,
     );
@@ -332,17 +274,11 @@ fn run(home: &Path, big_mb: u64, peers: &Path) {
         })
         .collect();
     let after = median(after);
-    row(
-        "after 1 line was appended",
-        format!("{:.2} ms p50", after * 1e3),
-        "<= warm + 1 ms",
-        after <= warm_big + 0.001,
-    );
+    row("after 1 line was appended", format!("{:.2} ms p50", after * 1e3), "<= warm + 1 ms", after <= warm_big + 0.001);
 
-    for (kind, what) in [
-        ("big", "8 readers of the large file, first"),
-        ("long", "8 readers of a file with a 100 MB line, first"),
-    ] {
+    for (kind, what) in
+        [("big", "8 readers of the large file, first"), ("long", "8 readers of a file with a 100 MB line, first")]
+    {
         let grown = child(kind, home);
         row(
             &format!("memory: {what}"),
@@ -367,11 +303,14 @@ fn run(home: &Path, big_mb: u64, peers: &Path) {
         media <= 0.003,
     );
     let grown = child("media", home) / 200.0;
+    row("memory: 200 photos at once", format!("{grown:.0} KiB a request"), "<= 256 KiB a request", grown <= 256.0);
+
+    let (first, again, labels) = list(home);
     row(
-        "memory: 200 photos at once",
-        format!("{grown:.0} KiB a request"),
-        "<= 256 KiB a request",
-        grown <= 256.0,
+        "first 50 of 5,000 conversations",
+        format!("{:.1} ms, then {:.1} ms; {labels} with a label", first * 1e3, again * 1e3),
+        "without reading whole files",
+        labels == 50,
     );
 
     let (lines, index) = warm_archive.index_size(&big).unwrap();
@@ -389,17 +328,25 @@ fn run(home: &Path, big_mb: u64, peers: &Path) {
     );
 }
 
+/// The list of conversations in a folder of its own with 5,000 of them.
+fn list(home: &Path) -> (f64, f64, usize) {
+    let home = home.join("many");
+    fs::create_dir_all(folder(&home)).unwrap();
+    for n in 0..5000 {
+        let line = format!(
+            "{{\"type\":\"user\",\"message\":{{\"content\":\"question {n}\"}},\"uuid\":\"u\",\"cwd\":\"{BOX}\"}}\n"
+        );
+        fs::write(folder(&home).join(format!("session-{n}.jsonl")), line).unwrap();
+    }
+    let archive = archive(&home);
+    let (first, rows) = time(|| archive.list(50));
+    let again = median((0..10).map(|_| time(|| archive.list(50)).0).collect());
+    (first, again, rows.iter().filter(|r| r.label.is_some()).count())
+}
+
 /// The photo that is nearest to the end.
 fn last_photo(archive: &Archive, session: &SessionId) -> MediaRef {
-    let page = archive
-        .history(
-            session,
-            Window::Tail {
-                tail: 2000,
-                min_real_user_messages: 0,
-            },
-        )
-        .unwrap();
+    let page = archive.history(session, Window::Tail { tail: 2000, min_real_user_messages: 0 }).unwrap();
     let text = serde_json::to_string(&page).unwrap();
     let at = text.rfind("\"imageRef\":\"").unwrap() + 12;
     MediaRef::parse(&text[at..at + text[at..].find('"').unwrap()]).unwrap()
@@ -407,16 +354,8 @@ fn last_photo(archive: &Archive, session: &SessionId) -> MediaRef {
 
 /// Growth of memory in KiB, in a fresh process.
 fn child(kind: &str, home: &Path) -> f64 {
-    let out = Command::new(std::env::current_exe().unwrap())
-        .args(["rss", kind])
-        .arg(home)
-        .output()
-        .unwrap();
-    String::from_utf8(out.stdout)
-        .unwrap()
-        .trim()
-        .parse()
-        .unwrap()
+    let out = Command::new(std::env::current_exe().unwrap()).args(["rss", kind]).arg(home).output().unwrap();
+    String::from_utf8(out.stdout).unwrap().trim().parse().unwrap()
 }
 
 fn status(key: &str) -> f64 {
@@ -453,12 +392,7 @@ fn rss(kind: &str, home: &Path) {
 fn at_once(readers: usize, f: impl Fn() + Sync) {
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..readers)
-            .map(|_| {
-                std::thread::Builder::new()
-                    .stack_size(256 * 1024)
-                    .spawn_scoped(scope, &f)
-                    .unwrap()
-            })
+            .map(|_| std::thread::Builder::new().stack_size(256 * 1024).spawn_scoped(scope, &f).unwrap())
             .collect();
         for thread in threads {
             thread.join().unwrap();

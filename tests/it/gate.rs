@@ -754,7 +754,7 @@ fn hurried() -> Limits {
         idle_time: Duration::from_millis(500),
         reader_time: Duration::from_millis(700),
         reader_stall: Duration::from_millis(200),
-        queue_time: Duration::from_millis(500),
+        queue_time: Duration::from_secs(10),
         ..Limits::default()
     }
 }
@@ -840,7 +840,7 @@ fn a_reader_that_takes_nothing_is_closed_and_its_file_and_slot_are_free() {
     .start();
     let mut stuck = house.connect();
     stuck.send(format!(
-        "GET /api/session-media/s/e/5 HTTP/1.1\r\nHost: {}\r\n\r\n",
+        "GET /api/session-media/s/e/4 HTTP/1.1\r\nHost: {}\r\n\r\n",
         house.address
     ));
     house.wait_for("the answer", || {
@@ -945,6 +945,32 @@ fn connections_opened_together_before_any_speaks_are_all_answered() {
     for n in [5, 16, 64] {
         burst(&rested, n);
     }
+}
+
+#[test]
+fn many_readers_that_take_nothing_hold_up_neither_short_work_nor_other_readers() {
+    let house = Plan {
+        workers: 4,
+        ..Plan::default()
+    }
+    .start();
+    let mut stuck: Vec<_> = (0..40).map(|_| house.connect()).collect();
+    for wire in &mut stuck {
+        wire.send(format!(
+            "GET /api/session-media/s/e/4 HTTP/1.1\r\nHost: {}\r\n\r\n",
+            house.address
+        ));
+    }
+    for _ in 0..100 {
+        assert_eq!(
+            house.connect().get("/api/chat/status?session=a").text(),
+            "status a"
+        );
+    }
+    assert_eq!(
+        house.connect().get("/api/session-media/s/e/4").body.len(),
+        10_000_000
+    );
 }
 
 #[test]
@@ -1711,4 +1737,353 @@ fn a_box_under_a_long_path_is_served() {
     assert!(gate.shutdown(Duration::from_secs(1)));
     assert!(server.shutdown(Duration::from_secs(5)));
     assert!(!dir.join("http.sock").exists() && !dir.join("chat.sock").exists());
+}
+
+// ---- the forwarder against a pool that misbehaves
+
+/// What a played pool does with a request.
+#[derive(Clone)]
+enum Act {
+    /// Writes these pieces one by one, and keeps the connection.
+    Pieces(Vec<Vec<u8>>),
+    /// Writes this and closes.
+    Close(Vec<u8>),
+}
+
+/// A gate before a pool that answers probes well and requests as told, in order; the last act stays.
+struct Played {
+    gate: Option<Gate>,
+    _dir: tempfile::TempDir,
+    requests: Arc<Mutex<Vec<String>>>,
+    acts: Arc<Mutex<std::collections::VecDeque<Act>>>,
+}
+
+impl Played {
+    fn start() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let listener =
+            std::os::unix::net::UnixListener::bind(dir.path().join("http.sock")).unwrap();
+        let requests = Arc::new(Mutex::new(Vec::new()));
+        let acts = Arc::new(Mutex::new(std::collections::VecDeque::new()));
+        let (told, play) = (requests.clone(), acts.clone());
+        std::thread::Builder::new()
+            .name("played-pool".into())
+            .spawn_scoped_forever(move || {
+                for stream in listener.incoming() {
+                    let (told, play) = (told.clone(), play.clone());
+                    let stream = stream.unwrap();
+                    std::thread::Builder::new()
+                        .spawn_scoped_forever(move || play_pool(stream, &told, &play));
+                }
+            });
+        let config = GateConfig {
+            listen: "127.0.0.1:0".parse().unwrap(),
+            chat_socket: None,
+            http_socket: dir.path().join("http.sock"),
+            state_dir: dir.path().to_owned(),
+            public_url: None,
+            token: None,
+            workers: 2,
+            limits: Limits::default(),
+            notes: Notes::new().unwrap(),
+        };
+        let gate = gate::start(config, Arc::new(Calm), Arc::new(|_| {})).unwrap();
+        Self {
+            gate: Some(gate),
+            _dir: dir,
+            requests,
+            acts,
+        }
+    }
+
+    fn wire(&self, acts: &[Act]) -> Wire<TcpStream> {
+        *self.acts.lock().unwrap() = acts.iter().cloned().collect();
+        self.requests.lock().unwrap().clear();
+        let address = self.gate.as_ref().unwrap().address();
+        let stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        Wire {
+            stream,
+            host: address.to_string(),
+            rest: Vec::new(),
+        }
+    }
+
+    fn asked(&self) -> Vec<String> {
+        self.requests.lock().unwrap().clone()
+    }
+}
+
+impl Drop for Played {
+    fn drop(&mut self) {
+        let _ = self
+            .gate
+            .take()
+            .is_none_or(|g| g.shutdown(Duration::from_millis(100)));
+    }
+}
+
+/// Threads of a played peer: they end with their sockets.
+trait SpawnForever {
+    fn spawn_scoped_forever(self, body: impl FnOnce() + Send + 'static);
+}
+
+impl SpawnForever for std::thread::Builder {
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the peer under a test, not the server"
+    )]
+    fn spawn_scoped_forever(self, body: impl FnOnce() + Send + 'static) {
+        self.spawn(body).unwrap();
+    }
+}
+
+fn play_pool(
+    mut stream: UnixStream,
+    told: &Mutex<Vec<String>>,
+    play: &Mutex<std::collections::VecDeque<Act>>,
+) {
+    let mut bytes = Vec::new();
+    loop {
+        let end = loop {
+            if let Some(at) = bytes.windows(4).position(|w| w == b"\r\n\r\n") {
+                break at + 4;
+            }
+            let mut piece = [0; 4096];
+            match stream.read(&mut piece) {
+                Ok(n @ 1..) => bytes.extend_from_slice(&piece[..n]),
+                Ok(_) | Err(_) => return,
+            }
+        };
+        let head = String::from_utf8(bytes.drain(..end).collect()).unwrap();
+        if head.starts_with("GET /.probe ") {
+            let _ = stream.write_all(b"HTTP/1.1 204 No Content\r\n\r\n");
+            continue;
+        }
+        let length = head
+            .lines()
+            .find_map(|l| l.strip_prefix("Content-Length: ")?.parse::<usize>().ok())
+            .unwrap_or(0);
+        while bytes.len() < length {
+            let mut piece = [0; 4096];
+            match stream.read(&mut piece) {
+                Ok(n @ 1..) => bytes.extend_from_slice(&piece[..n]),
+                Ok(_) | Err(_) => return,
+            }
+        }
+        bytes.drain(..length);
+        told.lock().unwrap().push(head);
+        let act = {
+            let mut play = play.lock().unwrap();
+            if play.len() > 1 {
+                play.pop_front()
+            } else {
+                play.front().cloned()
+            }
+        };
+        match act.expect("an act") {
+            Act::Pieces(pieces) => {
+                for piece in pieces {
+                    if stream.write_all(&piece).is_err() {
+                        return;
+                    }
+                    std::thread::yield_now();
+                }
+            }
+            Act::Close(last) => {
+                let _ = stream.write_all(&last);
+                return;
+            }
+        }
+    }
+}
+
+const GOOD: &[u8] =
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 10\r\n\r\n0123456789";
+
+#[test]
+fn an_answer_reads_the_same_however_the_pool_cuts_it() {
+    let played = Played::start();
+    let mut cuts: Vec<Vec<Vec<u8>>> = (1..GOOD.len())
+        .map(|cut| vec![GOOD[..cut].to_vec(), GOOD[cut..].to_vec()])
+        .collect();
+    cuts.push(GOOD.iter().map(|b| vec![*b]).collect());
+    for pieces in cuts {
+        let mut wire = played.wire(&[Act::Pieces(pieces.clone())]);
+        for _ in 0..2 {
+            assert_eq!(
+                wire.get("/api/chat/sessions").text(),
+                "0123456789",
+                "{}",
+                pieces[0].len()
+            );
+        }
+        // The head is rewritten for a connection that ends, in whatever pieces it came.
+        let host = wire.host.clone();
+        wire.send(format!(
+            "GET /api/chat/sessions HTTP/1.0\r\nHost: {host}\r\n\r\n"
+        ));
+        let answer = wire.answer();
+        assert_eq!(
+            (answer.text().as_str(), answer.field("connection")),
+            ("0123456789", Some("close"))
+        );
+        assert!(wire.is_closed());
+    }
+}
+
+#[test]
+fn a_pool_that_breaks_its_word_costs_its_connection_and_never_another_answer() {
+    let played = Played::start();
+    let more = [GOOD, b"!"].concat();
+    let two = [GOOD, GOOD].concat();
+    let good = Act::Pieces(vec![GOOD.to_vec()]);
+    let whole = |bytes: &[u8]| Act::Pieces(vec![bytes.to_vec()]);
+    for (what, act, status) in [
+        ("garbage", whole(b"garbage\r\n\r\n"), 500),
+        ("no length", whole(b"HTTP/1.1 200 OK\r\n\r\n"), 500),
+        (
+            "two lengths",
+            whole(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nx"),
+            500,
+        ),
+        (
+            "chunks",
+            whole(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+            500,
+        ),
+        ("100", whole(b"HTTP/1.1 100 Continue\r\n\r\n"), 500),
+        ("too much", whole(&more), 500),
+        ("two answers", whole(&two), 500),
+        (
+            "half a head",
+            Act::Close(b"HTTP/1.1 200 OK\r\nConte".to_vec()),
+            500,
+        ),
+        (
+            "half a body",
+            Act::Close(GOOD[..GOOD.len() - 1].to_vec()),
+            0,
+        ),
+        (
+            "too much, later",
+            Act::Pieces(vec![GOOD[..GOOD.len() - 1].to_vec(), b"9!".to_vec()]),
+            0,
+        ),
+    ] {
+        // A POST: it is never sent twice.
+        let mut wire = played.wire(&[act.clone(), good.clone()]);
+        let host = wire.host.clone();
+        wire.send(format!(
+            "POST /api/chat/stop HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{{}}"
+        ));
+        let mut bytes = Vec::new();
+        wire.stream.read_to_end(&mut bytes).unwrap();
+        let text = String::from_utf8(bytes).unwrap();
+        if status == 500 {
+            assert!(
+                text.starts_with("HTTP/1.1 500 ") && text.contains("\"internal\""),
+                "{what}: {text:?}"
+            );
+        } else {
+            // Nothing behind what was promised; a 500 when the pieces came together after all.
+            let body = text.split_once("\r\n\r\n").map_or("", |(_, body)| body);
+            let cut = text.is_empty() || text.starts_with("HTTP/1.1 200") && body.len() <= 10;
+            assert!(cut || text.starts_with("HTTP/1.1 500 "), "{what}: {text:?}");
+        }
+        assert_eq!(played.asked().len(), 1, "{what}");
+        let mut next = played.wire(std::slice::from_ref(&good));
+        assert_eq!(
+            next.get("/api/chat/sessions").text(),
+            "0123456789",
+            "after {what}"
+        );
+    }
+}
+
+#[test]
+fn a_get_without_a_byte_of_answer_is_sent_once_more_and_a_post_never() {
+    let played = Played::start();
+    let (dead, good) = (Act::Close(Vec::new()), Act::Pieces(vec![GOOD.to_vec()]));
+    let mut wire = played.wire(&[dead.clone(), good.clone()]);
+    assert_eq!(wire.get("/api/chat/sessions").text(), "0123456789");
+    assert_eq!(played.asked().len(), 2);
+    let mut wire = played.wire(std::slice::from_ref(&dead));
+    assert_eq!(wire.get("/api/chat/sessions").status, 500);
+    assert_eq!(played.asked().len(), 2);
+    let mut wire = played.wire(&[dead, good]);
+    assert_eq!(wire.post("/api/chat/stop", b"{}").status, 500);
+    assert_eq!(played.asked().len(), 1);
+}
+
+#[test]
+fn the_pool_sees_a_canonical_head_and_nothing_else_of_the_clients() {
+    let played = Played::start();
+    let mut wire = played.wire(&[Act::Pieces(vec![GOOD.to_vec()])]);
+    let host = wire.host.clone();
+    wire.send(format!(
+        "GET http://{host}/api/session-media/s/e/0 HTTP/1.0\r\nHost: {host}\r\nConnection: keep-alive, X-Hop\r\nX-Hop: 1\r\nCookie: secret\r\nRange: bytes=0-9\r\nTE: chunked\r\nUpgrade: h2c\r\nU: 99\r\nX-Forwarded-For: 1.2.3.4\r\n\r\n"
+    ));
+    assert_eq!(wire.answer().status, 200);
+    wire.send(format!(
+        "POST /api/chat/stop HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nExpect: 100-continue\r\nRange: bytes=0-9\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{{}}\r\n0\r\nU: 5\r\n\r\n"
+    ));
+    assert_eq!(wire.answer().status, 200);
+    let asked: Vec<Vec<String>> = played
+        .asked()
+        .iter()
+        .map(|head| {
+            head.lines()
+                .map(str::to_owned)
+                .filter(|l| !l.is_empty())
+                .collect()
+        })
+        .collect();
+    assert_eq!(
+        asked[0][..2],
+        ["GET /api/session-media/s/e/0 HTTP/1.1", "Range: bytes=0-9"]
+    );
+    assert_eq!(asked[0].len(), 3, "{asked:?}");
+    assert!(
+        asked[0][2].starts_with("U: ") && asked[0][2] != "U: 99",
+        "{asked:?}"
+    );
+    assert_eq!(
+        asked[1][..2],
+        ["POST /api/chat/stop HTTP/1.1", "Content-Length: 2"]
+    );
+    assert_eq!(asked[1].len(), 3, "{asked:?}");
+}
+
+#[test]
+fn stuck_workers_do_not_keep_the_others_from_working() {
+    let house = Plan {
+        workers: 6,
+        ..Plan::default()
+    }
+    .start();
+    let mut stuck: Vec<_> = (0..5).map(|_| house.connect()).collect();
+    for wire in &mut stuck {
+        wire.send(format!(
+            "GET /api/chat/status?session=wait HTTP/1.1\r\nHost: {}\r\n\r\n",
+            house.address
+        ));
+    }
+    house.wait_for("five stuck workers", || {
+        house.play.latch.waiting.load(Ordering::SeqCst) == 5
+    });
+    for _ in 0..50 {
+        assert_eq!(
+            house.connect().get("/api/chat/status?session=a").text(),
+            "status a"
+        );
+        assert_eq!(
+            house.connect().post("/api/chat/send", b"{}").text(),
+            "2 248"
+        );
+    }
+    house.play.latch.open();
+    for wire in &mut stuck {
+        assert_eq!(wire.answer().text(), "waited");
+    }
 }

@@ -24,6 +24,11 @@ pub const LIMIT: Duration = Duration::from_secs(30);
 /// How much of stderr a failure prints, in bytes.
 const STDERR_SHOWN_BYTES: usize = 8 * 1024;
 
+/// A number from the environment: how much of a test that scales.
+pub fn setting(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |v| v.parse().unwrap_or_else(|_| panic!("{name}={v} is no number")))
+}
+
 /// How to start a server.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
@@ -88,12 +93,7 @@ impl Options {
             options.listen = listen;
         }
         let spawned = Spawned::start(options)?;
-        Ok(Server {
-            spawned,
-            bearer: self.bearer,
-            box_dir,
-            _dir: kept,
-        })
+        Ok(Server { spawned, bearer: self.bearer, box_dir, _dir: kept })
     }
 }
 
@@ -130,10 +130,7 @@ impl Server {
     /// The transcript of a session, once there is one.
     pub fn transcript(&self, session: &str) -> Option<PathBuf> {
         let projects = std::fs::read_dir(self.agent_home().join("projects")).ok()?;
-        projects
-            .flatten()
-            .map(|p| p.path().join(format!("{session}.jsonl")))
-            .find(|p| p.is_file())
+        projects.flatten().map(|p| p.path().join(format!("{session}.jsonl"))).find(|p| p.is_file())
     }
 
     /// Everything it said on stderr so far.
@@ -214,11 +211,7 @@ impl Server {
 
     /// What a failure prints; outlives borrows of the server.
     pub fn diagnosis(&self) -> Diagnosis {
-        Diagnosis {
-            addr: self.addr(),
-            bearer: self.bearer.clone(),
-            stderr: self.spawned.stderr_record(),
-        }
+        Diagnosis { addr: self.addr(), bearer: self.bearer.clone(), stderr: self.spawned.stderr_record() }
     }
 
     /// A client with a connection of its own.
@@ -253,29 +246,14 @@ impl Server {
     }
 
     /// Sends a message with an id or photos; it must be accepted.
-    pub fn send_as(
-        &self,
-        session: &str,
-        text: &str,
-        id: Option<&str>,
-        photos: &[Photo],
-    ) -> Accepted {
+    pub fn send_as(&self, session: &str, text: &str, id: Option<&str>, photos: &[Photo]) -> Accepted {
         self.try_send(session, text, id, photos)
             .unwrap_or_else(|a| panic!("a send was answered {}: {}", a.status, a.text()))
     }
 
     /// Sends a message; the answer that refuses it, if it is not accepted.
-    pub fn try_send(
-        &self,
-        session: &str,
-        text: &str,
-        id: Option<&str>,
-        photos: &[Photo],
-    ) -> Result<Accepted, Answer> {
-        self.diagnosis().must(
-            "an answer to a send",
-            self.client().send(session, text, id, photos),
-        )
+    pub fn try_send(&self, session: &str, text: &str, id: Option<&str>, photos: &[Photo]) -> Result<Accepted, Answer> {
+        self.diagnosis().must("an answer to a send", self.client().send(session, text, id, photos))
     }
 
     /// Sends a message and waits for the end of its turn, whatever that is.
@@ -338,10 +316,7 @@ impl Server {
     /// A subscriber over Server-Sent Events, its hello read.
     pub fn follow_sse(&self, cursor: Option<&str>, as_last_event_id: bool) -> Watch {
         let diagnosis = self.diagnosis();
-        let follower = diagnosis.must(
-            "an event stream",
-            Follower::sse(self.addr(), cursor, as_last_event_id, LIMIT),
-        );
+        let follower = diagnosis.must("an event stream", Follower::sse(self.addr(), cursor, as_last_event_id, LIMIT));
         Watch::new(follower, diagnosis)
     }
 
@@ -380,17 +355,11 @@ impl Diagnosis {
         if let Some(token) = &self.bearer {
             client = client.bearer(token);
         }
-        let threads = client
-            .get("/api/debug/threads")
-            .map_or_else(|e| format!("(none: {e})"), |a| a.text());
+        let threads = client.get("/api/debug/threads").map_or_else(|e| format!("(none: {e})"), |a| a.text());
         let stderr = self.stderr.lock();
-        let tail =
-            String::from_utf8_lossy(&stderr[stderr.len().saturating_sub(STDERR_SHOWN_BYTES)..])
-                .into_owned();
+        let tail = String::from_utf8_lossy(&stderr[stderr.len().saturating_sub(STDERR_SHOWN_BYTES)..]).into_owned();
         drop(stderr);
-        panic!(
-            "{what}: {why}\n--- threads of the server\n{threads}\n--- end of its stderr\n{tail}"
-        );
+        panic!("{what}: {why}\n--- threads of the server\n{threads}\n--- end of its stderr\n{tail}");
     }
 }
 
@@ -407,11 +376,7 @@ impl Watch {
     fn new(mut follower: Follower, diagnosis: Diagnosis) -> Self {
         let hello = diagnosis.must("hello", follower.wait_for("hello", |_| true, LIMIT));
         assert_eq!(hello.event, "hello", "the first frame");
-        Self {
-            follower,
-            diagnosis,
-            hello,
-        }
+        Self { follower, diagnosis, hello }
     }
 
     /// Every frame so far.
@@ -426,10 +391,7 @@ impl Watch {
 
     /// Kept events so far of one name.
     pub fn kept(&self, event: &str) -> Vec<&Frame> {
-        self.seen()
-            .iter()
-            .filter(|f| f.id.is_some() && f.event == event)
-            .collect()
+        self.seen().iter().filter(|f| f.id.is_some() && f.event == event).collect()
     }
 
     /// Where to go on.
@@ -478,11 +440,7 @@ impl Watch {
 
     /// The turn in which a message was dispatched last, once it was.
     pub fn turn_of(&mut self, message_uuid: &str) -> String {
-        self.wait_for(&format!("dispatch of {message_uuid}"), |f| {
-            dispatches(f, message_uuid)
-        })
-        .text("turnId")
-        .to_owned()
+        self.wait_for(&format!("dispatch of {message_uuid}"), |f| dispatches(f, message_uuid)).text("turnId").to_owned()
     }
 
     /// The end of the turn that carried a message, queued or not.
@@ -493,47 +451,30 @@ impl Watch {
 
     /// Panics if a kept event was missed, doubled or out of order.
     pub fn assert_in_order(&self) {
-        assert!(
-            self.follower.order.faults.is_empty(),
-            "order of events: {:?}",
-            self.follower.order.faults
-        );
+        assert!(self.follower.order.faults.is_empty(), "order of events: {:?}", self.follower.order.faults);
     }
 }
 
 /// True for the frame that ends `turn` for good.
 pub fn is_end_of(frame: &Frame, turn: &str) -> bool {
     frame.text("turnId") == turn
-        && (frame.event == "chat-complete"
-            || (frame.event == "chat-turn-failed" && frame.data["willRetry"] == false))
+        && (frame.event == "chat-complete" || (frame.event == "chat-turn-failed" && frame.data["willRetry"] == false))
 }
 
 /// True for the frame that tells the dispatch of a message.
 pub fn dispatches(frame: &Frame, message_uuid: &str) -> bool {
     frame.event == "chat-message-dispatched"
-        && frame.data["messageUuids"]
-            .as_array()
-            .is_some_and(|all| all.iter().any(|u| u == message_uuid))
+        && frame.data["messageUuids"].as_array().is_some_and(|all| all.iter().any(|u| u == message_uuid))
 }
 
 /// The texts of a history's entries of one type, in order.
 pub fn texts(history: &Value, kind: &str) -> Vec<String> {
-    let entries = history["entries"]
-        .as_array()
-        .map(Vec::as_slice)
-        .unwrap_or_default();
-    entries
-        .iter()
-        .filter(|e| e["type"] == kind)
-        .map(entry_text)
-        .collect()
+    let entries = history["entries"].as_array().map(Vec::as_slice).unwrap_or_default();
+    entries.iter().filter(|e| e["type"] == kind).map(entry_text).collect()
 }
 
 /// The text blocks of one entry, put together.
 pub fn entry_text(entry: &Value) -> String {
-    let blocks = entry["content"]
-        .as_array()
-        .map(Vec::as_slice)
-        .unwrap_or_default();
+    let blocks = entry["content"].as_array().map(Vec::as_slice).unwrap_or_default();
     blocks.iter().filter_map(|b| b["text"].as_str()).collect()
 }

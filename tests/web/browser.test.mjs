@@ -1,8 +1,11 @@
 // The page in a real Chromium against the real server. Run by scripts/browser-test; SHOTS=DIR keeps screenshots.
 import test, { after, before, describe } from "node:test";
 import assert from "node:assert/strict";
-import { mkdirSync, readFileSync } from "node:fs";
+import { randomBytes } from "node:crypto";
+import { mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from "node:fs";
+import { request } from "node:http";
 import { createRequire } from "node:module";
+import { tmpdir } from "node:os";
 import path from "node:path";
 import { agentLine, launch, png, quit, server, sleep, until, userLine, windowOn } from "./harness.mjs";
 
@@ -45,7 +48,7 @@ async function sample(page, token) {
   return seen;
 }
 
-describe("the page", { timeout: 240_000 }, () => {
+describe("the page", { timeout: 400_000 }, () => {
   let box;
   before(async () => {
     box = await server();
@@ -142,10 +145,30 @@ describe("the page", { timeout: 240_000 }, () => {
     await w.done();
   });
 
+  test("a slow answer does not undo what was heard since it was asked for", async () => {
+    const w = await tab();
+    await w.fresh();
+    await w.page.route("**/api/chat/bootstrap*", async (route) => {
+      const response = await route.fetch();
+      await sleep(900);
+      await route.fulfill({ response }).catch(() => {});
+    });
+    const seen = await sample(w.page, "token-slow");
+    await say(w.page, "token-slow {{delay_ms=300 deltas=60 delta_ms=60}}");
+    await phase(w.page, "streaming");
+    await sleep(1500);
+    assert.equal(await w.page.getAttribute("#state", "data-phase"), "streaming");
+    assert.equal(await w.page.locator("#sessions [aria-current] .dot.streaming").count(), 1);
+    await phase(w.page, "ready");
+    await until("the transcript shows it", async () => (await w.page.locator("#list .user:not(.own, .accepted, .dispatched)").count()) === 1);
+    once(seen, 1);
+    await w.done();
+  });
+
   test("stop takes the queue back and says so; interrupt ends the answer", async () => {
     const w = await tab();
     await w.fresh();
-    await say(w.page, "first {{deltas=200 delta_ms=50}}");
+    await say(w.page, "first {{deltas=1200 delta_ms=50}}");
     await phase(w.page, "streaming");
     await say(w.page, "never sent, taken back");
     await w.page.locator("#list .user.accepted").waitFor();
@@ -159,12 +182,32 @@ describe("the page", { timeout: 240_000 }, () => {
     await w.page.click(".note .link");
     assert.equal(await w.page.inputValue("#compose"), "never sent, taken back");
     await w.page.fill("#compose", "");
-    await say(w.page, "again {{deltas=200 delta_ms=50}}");
+    await say(w.page, "again {{deltas=1200 delta_ms=50}}");
     await w.page.waitForSelector("li.live .md.growing");
     await w.page.click("#interrupt");
     await w.page.locator("#list .mark-line", { hasText: "interrupted" }).waitFor();
     await until("it rests", async () => ["ready", "idle"].includes(await w.page.getAttribute("#state", "data-phase")));
     assert.equal(await times(w.page, "again"), 1);
+    await w.done();
+  });
+
+  test("a failed message says why and waits for a person; an answer that ends in an error says so", async () => {
+    const w = await tab();
+    await w.fresh();
+    await say(w.page, "never heard {{die=before user_flush_ms=5000}}");
+    const failed = w.page.locator("#list .user.failed", { hasText: "never heard" });
+    await failed.locator(".badge", { hasText: /Not delivered: .{10}/ }).waitFor();
+    await shot(w.page, "failed-1280");
+    await w.page.reload();
+    await failed.locator(".badge", { hasText: /Not delivered: .{10}/ }).waitFor();
+    await failed.locator(".link", { hasText: "Try again" }).click();
+    await until("it failed once more", async () => (await box.get(`/api/chat/bootstrap?session=${/#\/c\/([\w-]+)/.exec(w.page.url())[1]}&tail=1`)).pending.some((p) => p.state === "failed"));
+    await failed.locator(".link", { hasText: "Discard" }).click();
+    await failed.waitFor({ state: "detached" });
+    await say(w.page, "oops {{error}}");
+    await w.page.locator("#list", { hasText: "the script asked for this error" }).waitFor();
+    await until("it rests", async () => ["ready", "idle"].includes(await w.page.getAttribute("#state", "data-phase")));
+    assert.equal(await times(w.page, "oops"), 1);
     await w.done();
   });
 
@@ -357,7 +400,15 @@ describe("the page", { timeout: 240_000 }, () => {
     assert.ok(asked.length < photos, `${asked.length}`);
     assert.ok(asked.length > first);
     assert.ok(worst <= 2, `${worst} px`);
+    await until("the very first entry", async () => {
+      await w.page.evaluate(() => (document.querySelector("#scroll").scrollTop = 0));
+      return (await w.page.locator("#list > li.day + li", { hasText: "Photo 0" }).count()) === 1;
+    }, 90_000);
+    assert.equal(await w.page.locator("#list article").count(), 2000);
+    assert.equal(await w.page.locator("#older").isHidden(), true);
     assert.equal(new Set(asked).size, asked.length, "a photo was asked for twice");
+    await w.page.click("#jump");
+    await w.page.locator("#list", { hasText: "Answer 1999" }).waitFor();
     await shot(w.page, "photos-1280");
     await w.done();
   });
@@ -472,6 +523,38 @@ describe("the page", { timeout: 240_000 }, () => {
     assert.equal(await w.page.evaluate(() => document.activeElement.id), "more");
     await w.done();
   });
+});
+
+test("behind a token: the login link opens the page, its photos and its events", { timeout: 60_000 }, async () => {
+  const dir = mkdtempSync(path.join(tmpdir(), "beebox-token-"));
+  const file = path.join(dir, "token");
+  writeFileSync(file, randomBytes(32).toString("hex") + "\n", { mode: 0o600 });
+  const box = await server(["--token-file", file]);
+  await box.again();
+  const w = await windowOn(box.url);
+  assert.equal((await w.page.goto(box.url)).status(), 401);
+  // The owner of the box asks for a link on its own socket.
+  const link = await new Promise((resolve, reject) => {
+    const ask = request({ socketPath: path.join(box.box, ".beebox/chat.sock"), path: "/login", method: "POST", headers: { "Content-Type": "application/json", Host: "localhost" } }, (answer) => {
+      let text = "";
+      answer.on("data", (d) => (text += d)).on("end", () => resolve(JSON.parse(text).url));
+    });
+    ask.on("error", reject);
+    ask.end("{}");
+  });
+  await w.page.goto(link);
+  await w.page.waitForSelector("#welcome:not([hidden])");
+  await w.page.setInputFiles("#files", { name: "a.png", mimeType: "image/png", buffer: png(64, 48, 9) });
+  await w.page.waitForSelector("#thumbs img");
+  await say(w.page, "let in {{deltas=10 delta_ms=60}}");
+  await w.page.waitForSelector("li.live .md.growing");
+  await until("its photo shows", () => w.page.evaluate(() => document.querySelector("#list .photo img")?.naturalWidth === 64));
+  await phase(w.page, "ready");
+  assert.ok(!w.page.url().includes(link.split("#")[1]));
+  await w.context.close();
+  await box.close();
+  rmSync(dir, { recursive: true });
+  await quit();
 });
 
 test("the browser", async () => {

@@ -46,6 +46,7 @@ enum Stop {
 
 /// The agent's life on stdin and stdout; returns its exit code.
 pub fn main(args: Vec<OsString>) -> i32 {
+    crate::faults::this_is_an_agent();
     let flags = match read_flags(args) {
         Ok(flags) => flags,
         Err((text, 0)) => {

@@ -181,7 +181,7 @@ impl Transcript {
 
     fn try_write(&mut self, lines: &str) -> std::io::Result<()> {
         if let Some(file) = &mut self.file {
-            return file.write_all(lines.as_bytes());
+            return write_lines(file, lines);
         }
         if let Some(folder) = self.path.parent() {
             std::fs::create_dir_all(folder)?;
@@ -195,11 +195,23 @@ impl Transcript {
         let torn = ends_torn(&mut file)?;
         let file = self.file.insert(file);
         if torn {
-            file.write_all(format!("\n{lines}").as_bytes())
+            write_lines(file, &format!("\n{lines}"))
         } else {
-            file.write_all(lines.as_bytes())
+            write_lines(file, lines)
         }
     }
+}
+
+/// One write, unless a test wants to be between its halves.
+fn write_lines(file: &mut File, lines: &str) -> std::io::Result<()> {
+    let bytes = lines.as_bytes();
+    if !crate::faults::is_armed("mid_line") {
+        return file.write_all(bytes);
+    }
+    let (first, rest) = bytes.split_at(bytes.len() / 2);
+    file.write_all(first)?;
+    crate::faults::point("mid_line");
+    file.write_all(rest)
 }
 
 fn ends_torn(file: &mut File) -> std::io::Result<bool> {

@@ -42,6 +42,9 @@ impl Pump {
             self.hold_tools();
             self.end_stdin();
             self.ladder = Ladder::StdinEnded(Instant::now() + STDIN_GRACE);
+            if crate::faults::planted("run_ended_before_reap") && self.exit.is_none() {
+                self.tell_end();
+            }
         }
     }
 
@@ -141,6 +144,40 @@ impl Pump {
         }
     }
 
+    /// The report of the end.
+    fn tell_end(&mut self) {
+        let asked = self.shared.asked.load(Ordering::Acquire);
+        let exit = match (&self.agent, self.exit) {
+            (Some(_), Some(status)) => exit_words(status),
+            (Some(_), None) => "ended".to_owned(),
+            (None, _) => "not started".to_owned(),
+        };
+        let stderr_tail = self.error_text.tail();
+        let spoke = self.tracker.spoke();
+        let mut start_error = self.start_error.take();
+        if start_error.is_none() && !spoke && !asked && self.agent.is_some() {
+            start_error = Some(explain_early_end(&exit, &stderr_tail, &self.errors));
+        }
+        if self.exit.is_some() {
+            // The descriptors go first: whoever hears of the end may count them.
+            self.agent = None;
+        }
+        let end = RunEnd {
+            run: self.spec.run,
+            spoke,
+            start_error,
+            asked,
+            exit,
+            stderr_tail,
+            errors: std::mem::take(&mut self.errors),
+        };
+        // A panic while unwinding would abort the process.
+        let listener = &self.listener;
+        if catch_unwind(AssertUnwindSafe(|| listener.ended(end))).is_err() {
+            log::error!("{}: the listener of a run's end panicked", self.spec.run);
+        }
+    }
+
     /// The last words of stderr, which may have come with the exit.
     pub(super) fn lines_end(&mut self) {
         self.read_stderr();
@@ -159,33 +196,6 @@ impl Drop for Pump {
             self.exit = agent.wait();
         }
         self.shared.pid.store(0, Ordering::Release);
-        let asked = self.shared.asked.load(Ordering::Acquire);
-        let exit = match (&self.agent, self.exit) {
-            (Some(_), Some(status)) => exit_words(status),
-            (Some(_), None) => "ended".to_owned(),
-            (None, _) => "not started".to_owned(),
-        };
-        let stderr_tail = self.error_text.tail();
-        let spoke = self.tracker.spoke();
-        let mut start_error = self.start_error.take();
-        if start_error.is_none() && !spoke && !asked && self.agent.is_some() {
-            start_error = Some(explain_early_end(&exit, &stderr_tail, &self.errors));
-        }
-        // The descriptors go first: whoever hears of the end may count them.
-        self.agent = None;
-        let end = RunEnd {
-            run: self.spec.run,
-            spoke,
-            start_error,
-            asked,
-            exit,
-            stderr_tail,
-            errors: std::mem::take(&mut self.errors),
-        };
-        // A panic while unwinding would abort the process.
-        let listener = &self.listener;
-        if catch_unwind(AssertUnwindSafe(|| listener.ended(end))).is_err() {
-            log::error!("{}: the listener of a run's end panicked", self.spec.run);
-        }
+        self.tell_end();
     }
 }

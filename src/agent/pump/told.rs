@@ -121,7 +121,13 @@ impl Pump {
                     self.gate = Some(gate);
                     return;
                 }
-                self.listener.fact(self.spec.run, RunFact::TurnEnded(gate.end));
+                // Said, but died with the agent before it reached the disk: the turn did not happen.
+                if self.exit.is_some() && self.listener.is_lost(self.spec.run, &gate.end) {
+                    log::warn!("{}: the agent took the end of turn {} with it", self.spec.run, gate.end.turn);
+                } else {
+                    crate::faults::point("after_result_before_ledger");
+                    self.listener.fact(self.spec.run, RunFact::TurnEnded(gate.end));
+                }
             }
             match self.held.pop_front() {
                 Some(RunFact::TurnEnded(end)) => self.gate = Some(Gate { end, since: now, next: now }),

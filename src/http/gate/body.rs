@@ -155,7 +155,7 @@ pub fn unlinked_file(dir: &Path) -> Result<File> {
 /// For file systems without O_TMPFILE.
 fn named_and_unlinked(dir: &Path) -> std::io::Result<File> {
     use std::os::unix::fs::OpenOptionsExt;
-    let path = dir.join(format!(".spool-{}", uuid::Uuid::new_v4()));
+    let path = dir.join(format!(".spool-{}", crate::ids::random_uuid()));
     let file = File::options()
         .read(true)
         .write(true)

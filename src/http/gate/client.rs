@@ -28,10 +28,14 @@ pub enum Phase {
     Linger,
 }
 
-/// The two kinds of worker time, as indexes.
+/// The lanes of requests for the pool, as indexes: short work.
 pub const WORK: usize = 0;
-/// See [`WORK`].
+/// Requests that wait for a turn, on workers of their own.
 pub const WAIT: usize = 1;
+/// Answers that may be long or slow to read, on the workers of [`WORK`] but for some that are kept for short work.
+pub const BULK: usize = 2;
+/// Their number.
+pub const LANES: usize = 3;
 
 /// What is left of a body on its way in.
 #[derive(Debug)]

@@ -1,6 +1,6 @@
 //! The gate's event loop: sockets in, events to the right part, timers, accepting, and the end.
 //!
-//! Leaves requests to `request` and upstreams to `relay`. Rules a change could break: nothing here blocks; every client
+//! Leaves new clients to `accept`, what clients do to `drive`, requests to `request`, upstreams to `pool` and `relay`. Rules a change could break: nothing here blocks; every client
 //! has a deadline at all times; a connection that gives a lot of work gets its share per round, not more.
 
 use std::cmp::Reverse;
@@ -13,38 +13,29 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
-use rustix::net::{SocketAddrAny, SocketFlags};
 
-use super::client::{Client, Flush, Got, Peer, Phase, WAIT, WORK, receive};
+use super::client::{BULK, Client, LANES, Phase, WAIT, WORK};
 use super::limits::Limits;
-use super::metrics::{Gauges, Metrics, count};
+use super::metrics::{Gauges, Metrics};
 use super::notes::{Note, Notes};
 use super::place::Place;
 use super::slab::{Key, Slab};
 use super::upstream::{State, Upstream};
 use super::{Local, PushTo};
-use crate::error::{Code, Error, Result};
+use crate::error::Result;
 use crate::http::guard::{Guard, Logins};
-use crate::http::route::Class;
 use crate::sync::Mutex;
 use crate::threads::{self, Doing};
 
 /// Bytes per read: one large answer moves in few calls, and one buffer serves all.
-const SCRATCH_BYTES: usize = 64 * 1024;
+pub(super) const SCRATCH_BYTES: usize = 64 * 1024;
 /// Events per wait.
 const EVENTS_MAX: usize = 256;
-/// Steps that one connection makes before the others get their turn.
-const STEPS_MAX: usize = 16;
-/// Connections accepted per event, so that a flood of them does not hold up those that are in.
-const ACCEPTS_MAX: usize = 64;
-/// Connections beyond the cap that are refused with an answer; the ones beyond are closed without.
-const REFUSALS_MAX: usize = 128;
-/// Buffers kept for reuse.
-const BUFFERS_MAX: usize = 64;
-/// A buffer that grew beyond this is not kept.
-const BUFFER_BYTES_MAX: usize = 64 * 1024;
 
-const KIND_CLIENT: u64 = 0;
+/// Timers look at their client at least so often: those of clients long gone must not pile up.
+const TIMER_MAX: Duration = Duration::from_secs(15);
+
+pub(super) const KIND_CLIENT: u64 = 0;
 const KIND_UPSTREAM: u64 = 1 << 56;
 const KIND_LISTENER: u64 = 2 << 56;
 const KIND_NOTES: u64 = 3 << 56;
@@ -82,7 +73,7 @@ pub(super) struct Parts {
     pub guard: Guard,
     pub listens_everywhere: bool,
     pub limits: Limits,
-    pub lane_max: [usize; 2],
+    pub lane_max: [usize; LANES],
     pub pool: Place,
     pub state_dir: PathBuf,
     pub metrics: Arc<Metrics>,
@@ -95,25 +86,28 @@ pub(super) struct Parts {
 
 pub(super) struct Core {
     pub parts: Parts,
-    epoll: OwnedFd,
+    pub epoll: OwnedFd,
     pub clients: Slab<Client>,
     pub upstreams: Slab<Upstream>,
     pub idle: Vec<Key>,
-    pub queues: [VecDeque<Key>; 2],
-    pub queued: [usize; 2],
-    pub in_flight: [usize; 2],
+    pub queues: [VecDeque<Key>; LANES],
+    pub queued: [usize; LANES],
+    pub in_flight: [usize; LANES],
+    /// Whose turn it is among the lanes that share the ordinary workers.
+    pub bulk_first: bool,
     pub opening: bool,
     pub open_again_at: Option<Instant>,
     timers: BinaryHeap<Reverse<(Instant, Key)>>,
     pub again: Vec<Again>,
     pub scratch: Box<[u8]>,
-    buffers: Vec<Vec<u8>>,
+    pub buffers: Vec<Vec<u8>>,
     pub now: Instant,
     pub born: Instant,
-    accept_again_at: Option<Instant>,
+    pub accept_again_at: Option<Instant>,
     pub draining: Option<Instant>,
-    per_address: HashMap<IpAddr, usize>,
+    pub per_address: HashMap<IpAddr, usize>,
     pub spool_bytes: u64,
+    pub spilled_bytes: u64,
     pub body_bytes: usize,
     pub overdue_now: usize,
 }
@@ -137,9 +131,10 @@ impl Core {
             clients: Slab::new(),
             upstreams: Slab::new(),
             idle: Vec::new(),
-            queues: [VecDeque::new(), VecDeque::new()],
-            queued: [0; 2],
-            in_flight: [0; 2],
+            queues: [const { VecDeque::new() }; LANES],
+            queued: [0; LANES],
+            in_flight: [0; LANES],
+            bulk_first: false,
             opening: false,
             open_again_at: None,
             timers: BinaryHeap::new(),
@@ -152,6 +147,7 @@ impl Core {
             draining: None,
             per_address: HashMap::new(),
             spool_bytes: 0,
+            spilled_bytes: 0,
             body_bytes: 0,
             overdue_now: 0,
         };
@@ -254,6 +250,7 @@ impl Core {
                             "the answer ended early",
                             false,
                         ),
+                        Note::Token(token) => self.parts.guard.set_token(token),
                         Note::Shutdown(until) => self.drain(until),
                     }
                 }
@@ -262,272 +259,7 @@ impl Core {
         }
     }
 
-    // ---- accepting
-
-    fn accept(&mut self, at: usize) {
-        for _ in 0..ACCEPTS_MAX {
-            let Some(listener) = self.parts.listeners.get(at) else {
-                return;
-            };
-            let unix = listener.unix;
-            let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-            match rustix::net::acceptfrom_with(&listener.fd, flags) {
-                Ok((fd, from)) => {
-                    let peer = if unix {
-                        Peer::Unix
-                    } else {
-                        Peer::Tcp(address(from))
-                    };
-                    self.take_in(fd, peer);
-                }
-                Err(Errno::AGAIN) => return,
-                // The connection was gone before we came to it.
-                Err(Errno::INTR | Errno::CONNABORTED | Errno::PROTO | Errno::PERM) => {}
-                Err(e) => {
-                    // No descriptor or no memory: the connections wait in the kernel's queue until some are free.
-                    log::warn!(
-                        "accepting rests for {} ms: {e}",
-                        self.parts.limits.accept_pause.as_millis()
-                    );
-                    count(&self.parts.metrics.accept_pauses);
-                    for listener in &self.parts.listeners {
-                        let _ = epoll::delete(&self.epoll, &listener.fd);
-                    }
-                    self.accept_again_at = Some(self.now + self.parts.limits.accept_pause);
-                    return;
-                }
-            }
-        }
-    }
-
-    fn take_in(&mut self, fd: OwnedFd, peer: Peer) {
-        match peer {
-            Peer::Tcp(_) => {
-                // An answer in two parts must not wait for the acknowledgement of the first (44 ms).
-                let _ = rustix::net::sockopt::set_tcp_nodelay(&fd, true);
-            }
-            Peer::Unix => {
-                let ours = rustix::process::geteuid();
-                match rustix::net::sockopt::socket_peercred(&fd) {
-                    Ok(who) if who.uid == ours => {}
-                    Ok(_) | Err(_) => {
-                        log::warn!("chat.sock: a peer of another user was sent away");
-                        return count(&self.parts.metrics.foreign_peers);
-                    }
-                }
-            }
-        }
-        let limits = &self.parts.limits;
-        let crowded = match counted_address(peer, limits.count_loopback) {
-            Some(address) => {
-                let here = self.per_address.entry(address).or_default();
-                *here += 1;
-                *here > limits.connections_per_address_max
-            }
-            None => false,
-        };
-        let over = self.clients.len() >= limits.connections_max;
-        let deadline = self.now + limits.idle_time;
-        if self.clients.len() >= limits.connections_max + REFUSALS_MAX {
-            count(&self.parts.metrics.refused);
-            return self.forget_address(peer);
-        }
-        let client = Client::new(fd, peer, deadline);
-        let key = self.clients.insert(client);
-        let watch = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
-        let Some(client) = self.clients.get_mut(key) else {
-            return;
-        };
-        if let Err(e) = epoll::add(
-            &self.epoll,
-            &client.fd,
-            EventData::new_u64(KIND_CLIENT | key.pack()),
-            watch,
-        ) {
-            log::warn!("a connection cannot be watched: {e}");
-            return self.close_client(key);
-        }
-        count(&self.parts.metrics.accepted);
-        self.arm(key, deadline);
-        if over || crowded || self.draining.is_some() {
-            count(&self.parts.metrics.refused);
-            let text = if over {
-                "too many connections"
-            } else {
-                "too many connections from one address"
-            };
-            self.refuse(
-                key,
-                &Error::new(Code::Overloaded, text),
-                Class::Unknown,
-                None,
-                true,
-            );
-        }
-        self.drive_client(key);
-    }
-
-    fn forget_address(&mut self, peer: Peer) {
-        if let Some(address) = counted_address(peer, self.parts.limits.count_loopback)
-            && let Some(here) = self.per_address.get_mut(&address)
-        {
-            *here -= 1;
-            if *here == 0 {
-                self.per_address.remove(&address);
-            }
-        }
-    }
-
-    // ---- clients
-
-    /// Lets a client do what it can.
-    pub fn drive_client(&mut self, key: Key) {
-        for _ in 0..STEPS_MAX {
-            match self.step_client(key) {
-                Step::More => {}
-                Step::Wait => return,
-                Step::Close => return self.close_client(key),
-            }
-        }
-        self.again.push(Again::Client(key));
-    }
-
-    fn step_client(&mut self, key: Key) -> Step {
-        let now = self.now;
-        let Some(client) = self.clients.get_mut(key) else {
-            return Step::Wait;
-        };
-        if !client.out_is_empty() {
-            let flushed = client.flush(SCRATCH_BYTES);
-            if let Some(job) = client.job.as_mut()
-                && flushed != Flush::Blocked(false)
-            {
-                job.progress = now;
-            }
-            match flushed {
-                Flush::Gone => return Step::Close,
-                Flush::Blocked(moved) => {
-                    let phase = client.phase;
-                    if moved && phase == Phase::Answer {
-                        self.arm(key, now + self.parts.limits.reader_time);
-                    }
-                    if let Phase::Served(upstream) = phase {
-                        self.drive_upstream(upstream);
-                    }
-                    return Step::Wait;
-                }
-                Flush::Done => {
-                    if client.out.capacity() > 0 {
-                        let buffer = std::mem::take(&mut client.out);
-                        self.keep_buffer(buffer);
-                    }
-                }
-            }
-        }
-        let Some(client) = self.clients.get_mut(key) else {
-            return Step::Wait;
-        };
-        match client.phase {
-            Phase::Head => self.step_head(key),
-            Phase::Body => self.step_body(key),
-            Phase::Queued => {
-                if client.half_closed {
-                    return Step::Close;
-                }
-                Step::Wait
-            }
-            Phase::Served(upstream) => {
-                if client
-                    .job
-                    .as_ref()
-                    .is_some_and(|j| j.blocked_since.is_some())
-                {
-                    self.drive_upstream(upstream);
-                }
-                Step::Wait
-            }
-            Phase::Answer => self.finish_answer(key),
-            Phase::Linger => self.step_linger(key),
-        }
-    }
-
-    fn step_linger(&mut self, key: Key) -> Step {
-        let limit = self.parts.limits.linger_bytes_max;
-        let Some(client) = self.clients.get_mut(key) else {
-            return Step::Wait;
-        };
-        if !client.readable {
-            return Step::Wait;
-        }
-        match receive(&client.fd, &mut self.scratch) {
-            Got::Some(n) => {
-                client.dropped += n;
-                if client.dropped > limit {
-                    Step::Close
-                } else {
-                    Step::More
-                }
-            }
-            Got::Blocked => {
-                client.readable = false;
-                Step::Wait
-            }
-            Got::End | Got::Gone => Step::Close,
-        }
-    }
-
-    /// Reads once into the client's buffer; none when nothing came.
-    pub fn fill(&mut self, key: Key) -> Option<Step> {
-        let fresh = if self.clients.get_mut(key)?.inbuf.capacity() == 0 {
-            self.buffers.pop()
-        } else {
-            None
-        };
-        let client = self.clients.get_mut(key)?;
-        if let Some(buffer) = fresh {
-            client.inbuf = buffer;
-        }
-        if !client.readable {
-            return Some(Step::Wait);
-        }
-        match receive(&client.fd, &mut self.scratch) {
-            Got::Some(n) => {
-                // A short read emptied the socket, unless the peer's end is still to be read.
-                client.readable = n == self.scratch.len() || client.half_closed;
-                client.inbuf.extend_from_slice(&self.scratch[..n]);
-                None
-            }
-            Got::Blocked => {
-                client.readable = false;
-                Some(Step::Wait)
-            }
-            Got::End | Got::Gone => Some(Step::Close),
-        }
-    }
-
-    /// Gives back the buffer of a client that used up what it read.
-    pub fn release_inbuf(&mut self, key: Key) {
-        if let Some(client) = self.clients.get_mut(key)
-            && client.inbuf_at == client.inbuf.len()
-        {
-            let buffer = std::mem::take(&mut client.inbuf);
-            client.inbuf_at = 0;
-            client.scanned = 0;
-            self.keep_buffer(buffer);
-        }
-    }
-
-    fn keep_buffer(&mut self, mut buffer: Vec<u8>) {
-        if self.buffers.len() < BUFFERS_MAX && (1..=BUFFER_BYTES_MAX).contains(&buffer.capacity()) {
-            buffer.clear();
-            self.buffers.push(buffer);
-        }
-    }
-
-    /// A buffer, used before or fresh.
-    pub fn buffer(&mut self) -> Vec<u8> {
-        self.buffers.pop().unwrap_or_default()
-    }
+    // ---- timers
 
     /// Sets the client's deadline, and a timer if none is due before it.
     pub fn arm(&mut self, key: Key, deadline: Instant) {
@@ -535,9 +267,10 @@ impl Core {
             return;
         };
         client.deadline = deadline;
-        if client.timer_at.is_none_or(|at| deadline < at) {
-            client.timer_at = Some(deadline);
-            self.timers.push(Reverse((deadline, key)));
+        let at = deadline.min(self.now + TIMER_MAX);
+        if client.timer_at.is_none_or(|earlier| at < earlier) {
+            client.timer_at = Some(at);
+            self.timers.push(Reverse((at, key)));
         }
     }
 
@@ -575,49 +308,6 @@ impl Core {
             self.open_again_at = None;
             self.want_upstreams();
         }
-    }
-
-    /// Removes a client; an upstream that carries its request goes on, and its answer is dropped.
-    pub fn close_client(&mut self, key: Key) {
-        let Some(mut client) = self.clients.remove(key) else {
-            return;
-        };
-        if let Some(job) = client.job.take() {
-            if client.phase != Phase::Linger {
-                count(&self.parts.metrics.left);
-                self.record(&job, 499, client.peer);
-            }
-            self.forget_body(&job.body);
-            if client.phase == Phase::Queued
-                && let super::client::Target::Pool(lane) = job.target
-            {
-                self.queued[lane] -= 1;
-            }
-        }
-        if let Some(spill) = client.spill.take() {
-            self.spool_bytes -= spill.bytes();
-        }
-        if let Phase::Served(upstream) = client.phase
-            && let Some(upstream) = self.upstreams.get_mut(upstream)
-        {
-            upstream.client = None;
-            let upstream = upstream_key(client.phase);
-            self.again.extend(upstream.map(Again::Upstream));
-        }
-        self.keep_buffer(std::mem::take(&mut client.inbuf));
-        self.keep_buffer(std::mem::take(&mut client.out));
-        self.forget_address(client.peer);
-    }
-
-    /// Moves a client out of the loop, socket and unread bytes.
-    pub fn give_away(&mut self, key: Key) -> Option<Client> {
-        let client = self.clients.remove(key)?;
-        self.forget_address(client.peer);
-        if let Err(e) = epoll::delete(&self.epoll, &client.fd) {
-            log::warn!("a connection cannot be given away: {e}");
-            return None;
-        }
-        Some(client)
     }
 
     // ---- upstream sockets
@@ -686,6 +376,7 @@ impl Core {
         let mut g = Gauges {
             queue_work: self.queued[WORK] as u64,
             queue_wait: self.queued[WAIT] as u64,
+            queue_bulk: self.queued[BULK] as u64,
             upstreams: self.upstreams.len() as u64,
             overdue_now: self.overdue_now as u64,
             spool_bytes: self.spool_bytes,
@@ -708,32 +399,5 @@ impl Core {
             }
         }
         g
-    }
-}
-
-fn upstream_key(phase: Phase) -> Option<Key> {
-    match phase {
-        Phase::Served(upstream) => Some(upstream),
-        Phase::Head | Phase::Body | Phase::Queued | Phase::Answer | Phase::Linger => None,
-    }
-}
-
-fn address(from: Option<SocketAddrAny>) -> IpAddr {
-    from.and_then(|a| std::net::SocketAddr::try_from(a).ok())
-        .map_or(IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), |a| {
-            a.ip().to_canonical()
-        })
-}
-
-/// What the cap per address counts: an IPv6 client owns a whole /64.
-fn counted_address(peer: Peer, count_loopback: bool) -> Option<IpAddr> {
-    match peer {
-        Peer::Unix => None,
-        Peer::Tcp(ip) if ip.is_loopback() && !count_loopback => None,
-        Peer::Tcp(IpAddr::V4(ip)) => Some(IpAddr::V4(ip)),
-        Peer::Tcp(IpAddr::V6(ip)) => {
-            let [a, b, c, d, ..] = ip.segments();
-            Some(IpAddr::V6(std::net::Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0)))
-        }
     }
 }

@@ -457,4 +457,76 @@ mod tests {
         assert!(is_json("application/json; charset=utf-8") && is_json("Application/JSON"));
         assert!(!is_json("text/plain") && !is_json("application/jsonx") && !is_json(""));
     }
+
+    #[test]
+    fn whatever_the_bytes_a_head_has_one_end_and_one_framing() {
+        use proptest::prelude::*;
+        let tokens = proptest::sample::select(vec![
+            "GET ",
+            "POST ",
+            "/",
+            "http://a/",
+            " HTTP/1.1\r\n",
+            " HTTP/1.0\r\n",
+            "\r\n",
+            "\n",
+            "\r",
+            "Host: a\r\n",
+            "Content-Length: 5\r\n",
+            "content-length:7\r\n",
+            "Transfer-Encoding: chunked\r\n",
+            "Connection: close\r\n",
+            "X",
+            ":",
+            " ",
+            "\t",
+            "\0",
+            "\u{e9}",
+        ]);
+        let heads = proptest::collection::vec(tokens, 0..12).prop_map(|words| {
+            // Half of them begin well, or nothing would ever pass.
+            let begin = if words.len() % 2 == 0 {
+                "GET / HTTP/1.1\r\nHost: a\r\n"
+            } else {
+                ""
+            };
+            format!("{begin}{}", words.concat())
+        });
+        let config = ProptestConfig {
+            cases: 4000,
+            failure_persistence: None,
+            ..ProptestConfig::default()
+        };
+        proptest::test_runner::TestRunner::new(config)
+            .run(&heads, |text| {
+                let bytes = text.as_bytes();
+                let whole = scan(bytes, &mut 0);
+                let mut at = 0;
+                let one_by_one = (1..=bytes.len())
+                    .map(|n| scan(&bytes[..n], &mut at))
+                    .find(|s| *s != Scan::Partial);
+                prop_assert_eq!(one_by_one.unwrap_or(Scan::Partial), whole);
+                let Scan::Whole(len) = whole else {
+                    return Ok(());
+                };
+                let Ok(head) = parse(&bytes[..len]) else {
+                    return Ok(());
+                };
+                let lower = text[..len].to_ascii_lowercase();
+                let lengths = lower.matches("\r\ncontent-length:").count();
+                let codings = lower.matches("\r\ntransfer-encoding:").count();
+                let expected = match head.framing {
+                    Framing::Length(_) => (1, 0),
+                    Framing::Chunked => (0, 1),
+                    Framing::None => (0, 0),
+                };
+                prop_assert_eq!((lengths, codings), expected);
+                prop_assert!(
+                    !lower.contains('\0')
+                        && !text[..len].replace("\r\n", "").contains(['\r', '\n'])
+                );
+                Ok(())
+            })
+            .unwrap();
+    }
 }

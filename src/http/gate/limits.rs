@@ -21,7 +21,8 @@ pub struct Limits {
     pub idle_time: Duration,
     /// A reader that takes nothing: a tunnel on a train line.
     pub reader_time: Duration,
-    /// A reader that takes nothing gives its upstream back after this when others wait (the promise is 2 s).
+    /// A reader that is slower than its worker gives the worker back after this when one other waits (the promise is
+    /// 2 s), sooner when more do.
     pub reader_stall: Duration,
     /// A request that waits for a worker: longer than a burst, shorter than the client's own patience.
     pub queue_time: Duration,
@@ -37,8 +38,11 @@ pub struct Limits {
     pub body_memory_max: usize,
     /// Body bytes in memory over all connections; beyond it bodies go to files from their first byte.
     pub bodies_memory_max: usize,
-    /// Bytes of bodies and answers in unlinked files over all connections.
+    /// Bytes of bodies and answers in unlinked files over all connections: forty sends with all the photos they may
+    /// have, and little enough that the kernel takes it in without making us wait for the disk.
     pub spool_bytes_max: u64,
+    /// Of these, bytes of answers: a hundred photos; the reader that would need more is sent away.
+    pub spool_answers_max: u64,
     /// Answer bytes kept for a client that reads slower than a worker writes, before the worker has to wait.
     pub answer_memory_max: usize,
     /// Waiting-lane requests in flight: each holds a worker of its own.
@@ -74,7 +78,8 @@ impl Default for Limits {
             count_loopback: false,
             body_memory_max: 64 * 1024,
             bodies_memory_max: 64 * 1024 * 1024,
-            spool_bytes_max: 2 * 1024 * 1024 * 1024,
+            spool_bytes_max: 1024 * 1024 * 1024,
+            spool_answers_max: 128 * 1024 * 1024,
             answer_memory_max: 64 * 1024,
             waiting_max: 16,
             linger_time: Duration::from_secs(2),

@@ -75,6 +75,8 @@ pub struct Gauges {
     pub queue_work: u64,
     /// Requests of the waiting lane that wait.
     pub queue_wait: u64,
+    /// Requests of the lane of long answers that wait.
+    pub queue_bulk: u64,
     /// Upstream connections.
     pub upstreams: u64,
     /// Upstream connections in use.
@@ -203,6 +205,11 @@ impl Metrics {
             page,
             "beebox_http_queue{{lane=\"wait\"}} {}",
             gauges.queue_wait
+        );
+        let _ = writeln!(
+            page,
+            "beebox_http_queue{{lane=\"bulk\"}} {}",
+            gauges.queue_bulk
         );
         for (name, help, n) in [
             ("upstreams", "Connections to the pool.", gauges.upstreams),

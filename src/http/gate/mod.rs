@@ -1,25 +1,31 @@
 //! The gate: owns the port, vets every request, and lets only whole vetted ones through to the pool.
 //!
 //! Reading order: `limits` (what anything may cost), `head` and `body` (pure reading), `client` and `upstream` (state of
-//! a connection), `core` (the loop), `request` (from bytes to a decision), `relay` (upstreams at work). It is one thread,
+//! a connection), `core` (the loop), `accept` and `drive` (clients), `vet`, `request` and `own` (from bytes to a decision
+//! and an answer), `pool` and `relay` (upstreams at work). It is one thread,
 //! called `gate`, that never blocks: idle and slow clients cost memory, not threads.
 //! Leaves who may talk to `guard`, paths to `route`, the event stream to `push`. Rule a change could break: nothing
 //! unvetted, unbounded or unfinished reaches `server`.
 
+mod accept;
 mod body;
 mod client;
 mod core;
+mod drive;
 pub mod head;
 pub mod limits;
 mod login;
 pub mod metrics;
 pub mod notes;
+mod own;
 pub mod place;
+mod pool;
 mod relay;
 mod request;
 mod slab;
 pub mod token;
 mod upstream;
+mod vet;
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::UnixListener;
@@ -27,6 +33,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use self::client::LANES;
 use self::core::{Core, Listener, Parts};
 use self::metrics::Metrics;
 use self::notes::{Note, Notes};
@@ -189,6 +196,12 @@ impl Gate {
         self.address
     }
 
+    /// Changes the token; open streams go on, every request from now on needs the new one.
+    pub fn token_setter(&self) -> impl Fn(Token) + Send + Sync + 'static {
+        let notes = Arc::clone(&self.notes);
+        move |token| notes.leave(Note::Token(token))
+    }
+
     /// Its numbers.
     #[must_use]
     pub fn metrics(&self) -> &Arc<Metrics> {
@@ -252,13 +265,15 @@ fn raise_descriptors() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// Requests in flight per lane: as many as workers, fewer when descriptors are short (an upstream costs four).
-fn lanes(workers: usize, waiting: usize, descriptors: u64) -> [usize; 2] {
+/// Requests in flight per lane: as many as workers, fewer when descriptors are short (an upstream costs four). Of the
+/// ordinary workers a quarter, one at least, is out of reach of long answers.
+fn lanes(workers: usize, waiting: usize, descriptors: u64) -> [usize; LANES] {
     let most = usize::try_from(descriptors.saturating_sub(32) / 4)
         .unwrap_or(usize::MAX)
         .max(2);
     let work = workers.clamp(1, most.div_ceil(2).max(most.saturating_sub(waiting)));
-    [work, waiting.clamp(1, most - work.min(most - 1))]
+    let bulk = (work - work.div_ceil(4)).max(1);
+    [work, waiting.clamp(1, most - work.min(most - 1)), bulk]
 }
 
 #[cfg(test)]
@@ -268,12 +283,12 @@ mod tests {
     #[test]
     fn lanes_keep_within_the_descriptors_and_never_lack_one() {
         for (workers, waiting, descriptors, expected) in [
-            (8, 16, 1024, [8, 16]),
-            (8, 16, u64::MAX, [8, 16]),
-            (8, 16, 64, [4, 4]),
-            (1, 1, 0, [1, 1]),
-            (100, 16, 432, [84, 16]),
-            (0, 0, 1024, [1, 1]),
+            (8, 16, 1024, [8, 16, 6]),
+            (8, 16, u64::MAX, [8, 16, 6]),
+            (8, 16, 64, [4, 4, 3]),
+            (1, 1, 0, [1, 1, 1]),
+            (100, 16, 432, [84, 16, 63]),
+            (0, 0, 1024, [1, 1, 1]),
         ] {
             assert_eq!(
                 lanes(workers, waiting, descriptors),

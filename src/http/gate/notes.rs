@@ -15,6 +15,8 @@ use crate::sync::Mutex;
 pub enum Note {
     /// The worker on this upstream could not give the body it promised: nothing more will come.
     Torn(u64),
+    /// The token was changed.
+    Token(crate::http::guard::Token),
     /// Finish what is in flight, until then, and end.
     Shutdown(Instant),
 }

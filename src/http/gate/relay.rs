@@ -1,216 +1,26 @@
-//! Upstreams at work: opening, handing out requests, relaying answers, failing.
+//! Answers on their way from an upstream to a client.
 //!
-//! Rules a change could break: an upstream carries one request at a time and counts only after its probe was answered;
-//! they are opened one after another, because tiny_http strands some of a burst; nothing is sent again once a byte went
-//! upstream, but a GET once; an answer of a client that left is still read.
+//! Leaves which request goes where to `pool`. Rules a change could break: an answer is exactly as long as its head says,
+//! or both ends are closed; nothing is sent again once a byte went upstream, but a GET once; an answer of a client that
+//! left is still read.
 
-use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-
 use super::body::{Store, unlinked_file};
-use super::client::{Client, Got, Phase, Sent, Spill, Target, WAIT, WORK, receive, send};
+use super::client::{Client, Got, LANES, Phase, Sent, Spill, Target, receive, send};
 use super::core::{Again, Core, Step};
 use super::metrics::count;
+use super::pool::OPEN_AGAIN;
 use super::slab::Key;
-use super::upstream::{State, Upstream, answer_head};
+use super::upstream::{State, answer_head};
 use crate::error::{Code, Error};
-use crate::http::server::{PROBE_PATH, UPSTREAM_FIELD};
 
 /// Steps that one upstream makes before the others get their turn.
-const STEPS_MAX: usize = 8;
-/// How long to wait after the pool could not be reached.
-const OPEN_AGAIN: Duration = Duration::from_millis(50);
+const STEPS_MAX: usize = 2;
+/// How often to look whether others wait for a worker that waits for a reader.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 impl Core {
-    // ---- opening
-
-    /// Opens the next upstream if one is needed: as many as there are ordinary workers at once, more on demand.
-    pub fn want_upstreams(&mut self) {
-        let most = self.parts.lane_max[WORK] + self.parts.lane_max[WAIT];
-        let here = self.upstreams.len();
-        let waiting = (0..2)
-            .any(|lane| self.queued[lane] > 0 && self.in_flight[lane] < self.parts.lane_max[lane]);
-        let needed =
-            here < self.parts.lane_max[WORK] || here < most && waiting && self.idle.is_empty();
-        if self.opening || self.open_again_at.is_some() || !needed {
-            return;
-        }
-        match self.open() {
-            Ok(()) => self.opening = true,
-            Err(e) => {
-                if here == 0 {
-                    log::warn!("the pool cannot be reached: {e}");
-                }
-                self.open_again_at = Some(self.now + OPEN_AGAIN);
-            }
-        }
-    }
-
-    fn open(&mut self) -> rustix::io::Result<()> {
-        // The pool needs two descriptors for its end, and ends accepting for good when it has none: never open with the
-        // last ones.
-        let spare: rustix::io::Result<Vec<OwnedFd>> = (0..8)
-            .map(|_| rustix::io::fcntl_dupfd_cloexec(self.parts.notes.event(), 0))
-            .collect();
-        drop(spare?);
-        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-        let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-        rustix::net::connect(&fd, &SocketAddrUnix::new(self.parts.pool.path())?)?;
-        let probe = format!("GET {PROBE_PATH} HTTP/1.1\r\n\r\n");
-        let key = self.upstreams.insert(Upstream::new(fd, probe.as_bytes()));
-        self.watch_upstream(key).inspect_err(|_| {
-            self.upstreams.remove(key);
-        })?;
-        self.again.push(Again::Upstream(key));
-        Ok(())
-    }
-
-    // ---- handing out
-
-    /// Puts a whole request in line.
-    pub fn enqueue(&mut self, key: Key, lane: usize) {
-        while let Some(front) = self.queues[lane].front().copied() {
-            if self
-                .clients
-                .get_mut(front)
-                .is_some_and(|c| c.phase == Phase::Queued)
-            {
-                break;
-            }
-            self.queues[lane].pop_front();
-        }
-        let Some(client) = self.clients.get_mut(key) else {
-            return;
-        };
-        client.phase = Phase::Queued;
-        self.queues[lane].push_back(key);
-        self.queued[lane] += 1;
-        let deadline = self.now + self.parts.limits.queue_time;
-        self.arm(key, deadline);
-    }
-
-    /// Hands waiting requests to free upstreams.
-    pub fn dispatch(&mut self) {
-        for lane in [WORK, WAIT] {
-            while self.queued[lane] > 0 && self.in_flight[lane] < self.parts.lane_max[lane] {
-                let Some(upstream) = self.idle.pop() else {
-                    return self.want_upstreams();
-                };
-                if !self.hand_next(lane, upstream) {
-                    self.idle.push(upstream);
-                    break;
-                }
-            }
-        }
-    }
-
-    fn hand_next(&mut self, lane: usize, upstream: Key) -> bool {
-        while let Some(key) = self.queues[lane].pop_front() {
-            if self
-                .clients
-                .get_mut(key)
-                .is_some_and(|c| c.phase == Phase::Queued)
-            {
-                self.queued[lane] -= 1;
-                self.hand(key, lane, upstream);
-                return true;
-            }
-        }
-        self.queued[lane] = 0;
-        false
-    }
-
-    /// Gives a whole request to a free upstream.
-    pub fn hand(&mut self, key: Key, lane: usize, upstream_key: Key) {
-        let now = self.now;
-        let Some(client) = self.clients.get_mut(key) else {
-            return;
-        };
-        let Some(job) = client.job.as_mut() else {
-            return;
-        };
-        let Some(upstream) = self.upstreams.get_mut(upstream_key) else {
-            return;
-        };
-        client.phase = Phase::Served(upstream_key);
-        job.progress = now;
-        upstream.state = State::Head;
-        upstream.client = Some(key);
-        upstream.lane = lane;
-        upstream.head_only = job.head_only;
-        upstream.out.clear();
-        upstream.out_at = 0;
-        upstream.out.extend_from_slice(&job.upstream_head);
-        let body = std::mem::take(&mut job.body);
-        let mut number = itoa(upstream_key.pack());
-        if !body.is_empty() {
-            upstream.out.extend_from_slice(b"Content-Length: ");
-            upstream.out.extend_from_slice(itoa(body.len()).as_bytes());
-            upstream.out.extend_from_slice(b"\r\n");
-        }
-        number.push_str("\r\n\r\n");
-        upstream.out.extend_from_slice(UPSTREAM_FIELD.as_bytes());
-        upstream.out.extend_from_slice(b": ");
-        upstream.out.extend_from_slice(number.as_bytes());
-        upstream.body_at = 0;
-        match body {
-            // Head and body in one write.
-            Store::Memory(bytes) => {
-                upstream.out.extend_from_slice(&bytes);
-                self.body_bytes -= bytes.len();
-            }
-            Store::File(..) => upstream.body = body,
-        }
-        let deadline = now + job.answer_time;
-        self.in_flight[lane] += 1;
-        self.arm(key, deadline);
-        if let Step::Close = self.write_upstream(upstream_key) {
-            self.fail_upstream(upstream_key, "the pool closed it", true);
-        }
-    }
-
-    /// Writes what the upstream takes of its request.
-    fn write_upstream(&mut self, key: Key) -> Step {
-        loop {
-            let Some(upstream) = self.upstreams.get_mut(key) else {
-                return Step::Wait;
-            };
-            if upstream.is_sent() {
-                let watched = upstream.watches_writable;
-                if watched {
-                    self.watch_writable(key, false);
-                }
-                return Step::More;
-            }
-            let sent = if upstream.out_at < upstream.out.len() {
-                let sent = send(&upstream.fd, &upstream.out[upstream.out_at..]);
-                if let Sent::Some(n) = sent {
-                    upstream.out_at += n;
-                }
-                sent
-            } else {
-                let Ok(n @ 1..) = upstream.body.read_at(upstream.body_at, &mut self.scratch) else {
-                    return Step::Close;
-                };
-                let sent = send(&upstream.fd, &self.scratch[..n]);
-                if let Sent::Some(n) = sent {
-                    upstream.body_at += n as u64;
-                }
-                sent
-            };
-            match sent {
-                Sent::Some(_) => {}
-                Sent::Blocked => {
-                    self.watch_writable(key, true);
-                    return Step::Wait;
-                }
-                Sent::Gone => return Step::Close,
-            }
-        }
-    }
-
     // ---- relaying
 
     /// Lets an upstream do what it can.
@@ -281,8 +91,8 @@ impl Core {
 
     /// True when the client has enough to take first; notes since when its upstream waits.
     fn is_full(&mut self, key: Key) -> bool {
+        let patience = self.now + self.patience();
         let limits = &self.parts.limits;
-        let stall = self.now + limits.reader_stall;
         let Some(client) = self.clients.get_mut(key) else {
             return false;
         };
@@ -295,9 +105,16 @@ impl Core {
         }
         if job.blocked_since.is_none() {
             job.blocked_since = Some(self.now);
-            self.arm(key, stall);
+            self.arm(key, patience);
         }
         true
+    }
+
+    /// How long a worker may wait for a reader: the shorter, the more others wait for that worker. A crowd of readers
+    /// that take nothing is so gone through in about a second, however large it is.
+    fn patience(&self) -> Duration {
+        let others: usize = self.queued.iter().sum();
+        self.parts.limits.reader_stall / u32::try_from(1 + others).unwrap_or(u32::MAX)
     }
 
     fn take_answer(&mut self, key: Key, bytes: &[u8]) -> Result<Taken, &'static str> {
@@ -430,7 +247,10 @@ impl Core {
     }
 
     fn spill(&mut self, key: Key, bytes: &[u8]) -> Result<(), ()> {
-        if self.spool_bytes + bytes.len() as u64 > self.parts.limits.spool_bytes_max {
+        let more = bytes.len() as u64;
+        let (all, answers) = (self.spool_bytes + more, self.spilled_bytes + more);
+        let limits = &self.parts.limits;
+        if all > limits.spool_bytes_max || answers > limits.spool_answers_max {
             return Err(());
         }
         let Some(client) = self.clients.get_mut(key) else {
@@ -442,7 +262,8 @@ impl Core {
         }
         if let Some(spill) = client.spill.as_mut() {
             spill.append(bytes).map_err(|_| ())?;
-            self.spool_bytes += bytes.len() as u64;
+            self.spool_bytes += more;
+            self.spilled_bytes += more;
         }
         Ok(())
     }
@@ -488,7 +309,7 @@ impl Core {
         if let Some(client) = client {
             self.settle(client);
         }
-        if self.queued[WORK] + self.queued[WAIT] > 0 {
+        if self.queued != [0; LANES] {
             self.dispatch();
         }
     }
@@ -558,12 +379,9 @@ impl Core {
 
     /// The client's patience with a worker ended.
     pub fn time_out_served(&mut self, key: Key, upstream_key: Key) {
-        let (now, reader_time, stall) = (
-            self.now,
-            self.parts.limits.reader_time,
-            self.parts.limits.reader_stall,
-        );
-        let others_wait = self.queued[WORK] + self.queued[WAIT] > 0;
+        let (now, reader_time, patience) =
+            (self.now, self.parts.limits.reader_time, self.patience());
+        let others_wait = self.queued != [0; LANES];
         let Some(client) = self.clients.get_mut(key) else {
             return;
         };
@@ -576,12 +394,14 @@ impl Core {
                 self.close_client(key);
             } else if others_wait
                 && !job.spilling
-                && job.blocked_since.is_some_and(|since| since + stall <= now)
+                && job
+                    .blocked_since
+                    .is_some_and(|since| since + patience <= now)
             {
                 self.start_spilling(key);
             } else {
                 let until = job.progress + reader_time;
-                let soon = now + stall / 2;
+                let soon = now + LOOK_AGAIN;
                 let waits = job.blocked_since.is_some() && !job.spilling;
                 self.arm(key, if waits { until.min(soon) } else { until });
             }
@@ -634,8 +454,4 @@ enum Taken {
     Probed,
     /// The answer is whole.
     Whole,
-}
-
-fn itoa(number: u64) -> String {
-    number.to_string()
 }

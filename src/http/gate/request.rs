@@ -4,55 +4,14 @@
 //! unread closes its connection; every request is counted and logged once, without a secret.
 
 use super::body::{Chunks, Store};
-use super::client::{BodyIn, Job, Peer, Phase, Target, WAIT, WORK};
+use super::client::{BodyIn, Job, Peer, Phase, Target};
 use super::core::{Core, Step};
-use super::head::{self, Framing, Head, Scan};
-use super::limits::LOGIN_BYTES_MAX;
+use super::head::{self, Framing, Scan};
 use super::slab::Key;
-use super::{login, token};
-use crate::bus::parse_cursor;
+use super::vet::{Let, Plan};
 use crate::error::{Code, Error};
-use crate::http::guard::Door;
 use crate::http::reply::{Body, Reply};
-use crate::http::route::{self, Class, Lane, Refusal, Route};
-use crate::push::{Stream, Upgrade, UpgradeKind};
-
-/// A request that was let in.
-struct Let {
-    class: Class,
-    plan: Plan,
-    head_only: bool,
-    http10: bool,
-    keep_alive: bool,
-    framing: Framing,
-    expects_continue: bool,
-    line: Option<String>,
-}
-
-enum Plan {
-    Pool {
-        lane: usize,
-        upstream_head: Vec<u8>,
-        repeatable: bool,
-        wait_ms: u64,
-    },
-    Own(Route),
-    Login,
-    Push {
-        kind: UpgradeKind,
-        cursor: Option<String>,
-    },
-}
-
-/// A request that was not.
-struct Refused {
-    refusal: Refusal,
-    class: Class,
-    head_only: bool,
-    http10: bool,
-    close: bool,
-    line: Option<String>,
-}
+use crate::http::route::{Class, Refusal};
 
 impl Core {
     // ---- heads
@@ -70,18 +29,23 @@ impl Core {
             return Step::Wait;
         };
         let was_empty = client.unread().is_empty();
-        let fresh = client.inbuf_at == 0;
         if let Some(step) = self.fill(key) {
             return step;
         }
-        if was_empty && fresh {
+        if was_empty {
             // Most requests come whole: their head needs no timer.
             if let Some(step) = self.try_head(key) {
                 return step;
             }
-            let deadline = self.now + self.parts.limits.head_time;
-            self.arm(key, deadline);
-            return Step::More;
+            // Empty lines alone begin nothing, and buy no time.
+            let begun = self
+                .clients
+                .get_mut(key)
+                .is_some_and(|c| !c.unread().is_empty());
+            if begun {
+                let deadline = self.now + self.parts.limits.head_time;
+                self.arm(key, deadline);
+            }
         }
         Step::More
     }
@@ -139,127 +103,6 @@ impl Core {
                 Step::More
             }
         })
-    }
-
-    fn vet(&mut self, key: Key, bytes: &[u8]) -> Result<Let, Refused> {
-        let door = match self.clients.get_mut(key) {
-            Some(client) => match client.peer {
-                Peer::Tcp(_) if self.parts.listens_everywhere => {
-                    let local = rustix::net::getsockname(&client.fd).ok();
-                    Door::Port {
-                        local: local.and_then(|a| std::net::SocketAddr::try_from(a).ok()),
-                    }
-                }
-                Peer::Tcp(_) => Door::Port { local: None },
-                Peer::Unix => Door::ChatSocket,
-            },
-            None => Door::Port { local: None },
-        };
-        let head = match head::parse(bytes) {
-            Ok(head) => head,
-            Err(error) => {
-                return Err(Refused {
-                    refusal: error.into(),
-                    class: Class::Unknown,
-                    head_only: false,
-                    http10: false,
-                    close: true,
-                    line: None,
-                });
-            }
-        };
-        let line = log::log_enabled!(log::Level::Debug).then(|| {
-            // The path only: a query is the client's business, and a secret sent there by mistake stays out of the log.
-            format!(
-                "{} {}",
-                head.method,
-                head.target.split('?').next().unwrap_or_default()
-            )
-        });
-        let routed = route::parse(head.method, head.target);
-        let class = routed.as_ref().map_or(Class::Unknown, Route::class);
-        let head_only = head.method == "HEAD";
-        match self.plan(&head, routed, door) {
-            Ok(plan) => Ok(Let {
-                class,
-                plan,
-                head_only,
-                http10: head.http10,
-                keep_alive: head.keep_alive,
-                framing: head.framing,
-                expects_continue: head.expects_continue,
-                line,
-            }),
-            Err(refusal) => Err(Refused {
-                refusal,
-                class,
-                head_only,
-                http10: head.http10,
-                // A body that nobody will read ends the connection.
-                close: !head.keep_alive || head.framing != Framing::None,
-                line,
-            }),
-        }
-    }
-
-    /// Who may talk, then what about, then in which form.
-    fn plan(
-        &self,
-        head: &Head<'_>,
-        routed: Result<Route, Refusal>,
-        door: Door,
-    ) -> Result<Plan, Refusal> {
-        let guard = &self.parts.guard;
-        guard.vet_host(head.host, door)?;
-        guard.vet_origin(head.origin, door)?;
-        if !matches!(routed, Ok(Route::Healthz | Route::Login)) {
-            guard.vet_token(head.authorization, head.cookie, door)?;
-        }
-        let route = routed?;
-        let class = route.class();
-        let body_max = self.parts.limits.body_bytes_max(class);
-        let post = head.method == "POST";
-        if post && !head.content_type.is_some_and(head::is_json) {
-            return Err(
-                Error::new(Code::NotJson, "POST needs Content-Type: application/json").into(),
-            );
-        }
-        let allowed = if post { body_max } else { 0 };
-        match head.framing {
-            Framing::Length(n) if n > allowed => {
-                return Err(Error::new(
-                    Code::TooLarge,
-                    format!("a body of {n} bytes, at most {allowed} here"),
-                )
-                .into());
-            }
-            Framing::Chunked if allowed == 0 => {
-                return Err(Error::new(Code::TooLarge, "this route takes no body").into());
-            }
-            Framing::None | Framing::Length(_) | Framing::Chunked => {}
-        }
-        match route.lane() {
-            Lane::Local => Ok(if class == Class::Login && post {
-                Plan::Login
-            } else {
-                Plan::Own(route)
-            }),
-            Lane::Push => plan_push(head),
-            lane @ (Lane::Work | Lane::Wait) => {
-                let wait_ms = if let Route::Turns { wait_ms, .. } = route {
-                    wait_ms
-                } else {
-                    0
-                };
-                let lane = if lane == Lane::Wait { WAIT } else { WORK };
-                Ok(Plan::Pool {
-                    lane,
-                    upstream_head: upstream_head(head, class),
-                    repeatable: !post,
-                    wait_ms,
-                })
-            }
-        }
     }
 
     fn fresh_job(
@@ -452,7 +295,7 @@ impl Core {
             }
             Target::Pool(lane) => {
                 let class = job.class;
-                if self.queued[lane] == 0 && self.in_flight[lane] < self.parts.lane_max[lane] {
+                if self.queued[lane] == 0 && self.has_room(lane) {
                     if let Some(upstream) = self.idle.pop() {
                         self.hand(key, lane, upstream);
                         return Step::Wait;
@@ -472,120 +315,7 @@ impl Core {
         }
     }
 
-    // ---- answers of the gate's own
-
-    fn own_answer(&self, route: &Route) -> Reply {
-        match route.class() {
-            Class::Healthz => Reply::text(200, "ok\n"),
-            Class::Readyz => {
-                let pool = if self.upstreams.len() == 0 {
-                    Err("no connection to the pool".to_owned())
-                } else {
-                    Ok(())
-                };
-                match pool.and_then(|()| self.parts.local.ready()) {
-                    Ok(()) => Reply::text(200, "ok\n"),
-                    Err(why) => Reply::text(503, format!("{why}\n")),
-                }
-            }
-            Class::Metrics => {
-                let mut page = String::with_capacity(16 * 1024);
-                self.parts.metrics.render(&mut page, &self.gauges());
-                self.parts.local.metrics(&mut page);
-                let mut reply = Reply::text(200, page);
-                reply.headers[0].1 = "text/plain; version=0.0.4; charset=utf-8".to_owned();
-                reply
-            }
-            Class::DebugThreads => Reply::text(200, self.parts.local.debug_threads()),
-            Class::Login => login::page(),
-            Class::Send
-            | Class::History
-            | Class::Bootstrap
-            | Class::Sessions
-            | Class::Status
-            | Class::Interrupt
-            | Class::Stop
-            | Class::Restart
-            | Class::Reset
-            | Class::PendingImage
-            | Class::Retry
-            | Class::Discard
-            | Class::GetFeatures
-            | Class::SetFeature
-            | Class::Turns
-            | Class::Media
-            | Class::ThreadsSend
-            | Class::Threads
-            | Class::Events
-            | Class::Asset
-            | Class::Unknown => {
-                Reply::from_error(&Error::internal("not a route of the gate's own"))
-            }
-        }
-    }
-
-    fn log_in(&mut self, key: Key) -> Reply {
-        let now_ms = u64::try_from((self.now - self.born).as_millis()).unwrap_or(u64::MAX);
-        let mut bytes = vec![0; LOGIN_BYTES_MAX as usize];
-        let Some(client) = self.clients.get_mut(key) else {
-            return Reply::empty(500);
-        };
-        let peer = client.peer;
-        let read = client
-            .job
-            .as_ref()
-            .and_then(|j| j.body.read_at(0, &mut bytes).ok())
-            .unwrap_or(0);
-        if peer == Peer::Unix {
-            // Who may open chat.sock may have a link for a browser.
-            let code = token::secret();
-            let url = format!("{}/login#{code}", self.parts.origin);
-            self.parts.logins.lock().add(code, now_ms);
-            return Reply::json(&login::Link { url });
-        }
-        let Some(code) = login::code(&bytes[..read]) else {
-            return Reply::from_error(&Error::new(Code::BadField, "code: missing"));
-        };
-        let guard = &self.parts.guard;
-        let good = !guard.needs_token()
-            || guard.is_token(&code)
-            || self.parts.logins.lock().redeem(&code, now_ms);
-        if !good {
-            return Reply::from_error(&Error::new(
-                Code::Unauthorized,
-                "the code is used up, too old, or not ours",
-            ));
-        }
-        let reply = Reply::json(&login::Done { ok: true });
-        match guard.set_cookie() {
-            Some(cookie) => reply.with("Set-Cookie", cookie),
-            None => reply,
-        }
-    }
-
-    fn hand_to_push(&mut self, key: Key, kind: UpgradeKind, cursor: Option<String>) {
-        let Some(mut client) = self.give_away(key) else {
-            return;
-        };
-        let peer = peer_text(client.peer);
-        let leftover = client.inbuf.split_off(client.inbuf_at);
-        let stream = match client.peer {
-            Peer::Tcp(_) => Stream::Tcp(client.fd.into()),
-            Peer::Unix => Stream::Unix(client.fd.into()),
-        };
-        let status = if kind == UpgradeKind::Sse { 200 } else { 101 };
-        self.parts
-            .metrics
-            .request(Class::Events, status, std::time::Duration::ZERO);
-        log::debug!("{peer} events {status}");
-        (self.parts.push)(Upgrade {
-            stream,
-            kind,
-            cursor,
-            leftover,
-            peer,
-        });
-    }
+    // ---- answers from here
 
     /// Answers with an error; `close` when bytes of the request stay unread.
     pub(super) fn refuse(
@@ -648,6 +378,8 @@ impl Core {
     pub(super) fn finish_answer(&mut self, key: Key) -> Step {
         let (idle, linger) = (self.parts.limits.idle_time, self.parts.limits.linger_time);
         let draining = self.draining.is_some();
+        // At the end of the house nobody lingers for long.
+        let linger = if draining { linger / 8 } else { linger };
         let Some(client) = self.clients.get_mut(key) else {
             return Step::Wait;
         };
@@ -663,6 +395,7 @@ impl Core {
             client.inbuf_at = 0;
         }
         self.spool_bytes -= spilled;
+        self.spilled_bytes -= spilled;
         if let Some(job) = job {
             self.forget_body(&job.body);
             self.record(&job, job.status, peer);
@@ -727,74 +460,9 @@ fn sizes(body: &Store) -> (usize, u64) {
     }
 }
 
-fn peer_text(peer: Peer) -> String {
+pub(super) fn peer_text(peer: Peer) -> String {
     match peer {
         Peer::Tcp(ip) => ip.to_string(),
         Peer::Unix => "chat.sock".to_owned(),
     }
-}
-
-/// The head that the pool gets: nothing in it that was not vetted.
-fn upstream_head(head: &Head<'_>, class: Class) -> Vec<u8> {
-    let mut out = Vec::with_capacity(head.target.len() + 96);
-    for part in [head.method, " ", head.target, " HTTP/1.1\r\n"] {
-        out.extend_from_slice(part.as_bytes());
-    }
-    if matches!(class, Class::Media | Class::PendingImage | Class::Asset) {
-        for (name, value) in [
-            ("Range: ", head.range),
-            ("If-None-Match: ", head.if_none_match),
-        ] {
-            if let Some(value) = value {
-                for part in [name, value, "\r\n"] {
-                    out.extend_from_slice(part.as_bytes());
-                }
-            }
-        }
-        if head.accepts_gzip {
-            out.extend_from_slice(b"Accept-Encoding: gzip\r\n");
-        }
-    }
-    out
-}
-
-/// WebSocket or Server-Sent Events, with a cursor that parses.
-fn plan_push(head: &Head<'_>) -> Result<Plan, Refusal> {
-    let query = head.target.split_once('?').map_or("", |(_, q)| q);
-    let mut cursor = route::events_after(query)?;
-    let kind = if head.websocket {
-        if head.websocket_version != Some("13") {
-            return Err(
-                Error::new(Code::UpgradeRequired, "the WebSocket version must be 13").into(),
-            );
-        }
-        let Some(key) = head.websocket_key.filter(|k| head::is_websocket_key(k)) else {
-            return Err(Error::new(
-                Code::BadRequest,
-                "Sec-WebSocket-Key is not 16 bytes of base64",
-            )
-            .into());
-        };
-        if head.http10 {
-            return Err(Error::new(Code::BadRequest, "a WebSocket needs HTTP/1.1").into());
-        }
-        UpgradeKind::WebSocket {
-            key: key.to_owned(),
-        }
-    } else if head.accept.is_some_and(|a| a.contains("text/event-stream")) {
-        // What a browser got last counts more than where the page once began.
-        if let Some(last) = head.last_event_id.filter(|l| !l.is_empty()) {
-            cursor = Some(last.to_owned());
-        }
-        UpgradeKind::Sse
-    } else {
-        let text = "a WebSocket, or Accept: text/event-stream";
-        return Err(Error::new(Code::UpgradeRequired, text).into());
-    };
-    if let Some(text) = &cursor
-        && parse_cursor(text).is_err()
-    {
-        return Err(Error::new(Code::BadField, "after: EPOCH.ID or ID").into());
-    }
-    Ok(Plan::Push { kind, cursor })
 }

@@ -62,8 +62,8 @@ pub fn create(path: &Path) -> Result<()> {
 pub fn secret() -> String {
     format!(
         "{}{}",
-        uuid::Uuid::new_v4().simple(),
-        uuid::Uuid::new_v4().simple()
+        crate::ids::random_uuid().simple(),
+        crate::ids::random_uuid().simple()
     )
 }
 

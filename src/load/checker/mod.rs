@@ -233,7 +233,7 @@ fn check_order(sent: &[Sent], places: &HashMap<&str, Vec<Place<'_>>>, bus: &Told
         let event = message.accepted().map(|a| a.event_id).or_else(|| told.map(|(event, _)| *event));
         let uuid = message.accepted().map(|a| a.message_uuid.as_str()).or_else(|| told.map(|(_, uuid)| *uuid));
         // One that had failed and was sent again by hand goes to the end of the queue.
-        if uuid.is_some_and(|u| bus.failed.contains(u)) {
+        if uuid.is_some_and(|u| bus.retried.contains(u)) {
             continue;
         }
         if let Some(event) = event {

@@ -192,6 +192,16 @@ fn while_work_is_under_way_open_turns_and_pending_messages_are_no_violation() {
 }
 
 #[test]
+fn a_promised_try_that_was_cleared_instead_is_an_end() {
+    let mut evidence = clean();
+    users(&mut evidence).remove(2);
+    evidence.log.events.remove(&16);
+    evidence.log.events.remove(&17);
+    evidence.log.add(50, "chat-queue-cleared", json!({ "messageUuids": ["u6"] }));
+    assert_eq!(check(&evidence).violations, []);
+}
+
+#[test]
 fn an_agent_that_keeps_no_uuid_may_hold_what_shows_as_failed() {
     let mut evidence = clean();
     users(&mut evidence).insert(2, line("of-the-agent", &words(4)));

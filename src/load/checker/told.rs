@@ -12,7 +12,7 @@ pub(super) struct Turn {
     pub(super) dispatched: usize,
     /// Dispatched, and no end since.
     open: bool,
-    /// The last end promised another try.
+    /// It was told since that it failed and will be tried again: news, not an end.
     retry: bool,
     finals: Vec<i64>,
     excess: bool,
@@ -26,7 +26,8 @@ pub(super) struct Told<'a> {
     pub(super) turns_of: HashMap<&'a str, Vec<&'a str>>,
     pub(super) turns: BTreeMap<&'a str, Turn>,
     pub(super) cleared: BTreeSet<&'a str>,
-    pub(super) failed: BTreeSet<&'a str>,
+    /// Messages sent again by hand after they had failed for good.
+    pub(super) retried: BTreeSet<&'a str>,
     pub(super) aliases: Vec<(&'a str, &'a str)>,
     pub(super) unaccepted: Vec<(&'a str, &'a str)>,
 }
@@ -34,7 +35,7 @@ pub(super) struct Told<'a> {
 impl<'a> Told<'a> {
     pub(super) fn read(log: &'a EventLog) -> Self {
         let mut told = Self::default();
-        let mut uuids = BTreeSet::new();
+        let (mut uuids, mut failed) = (BTreeSet::new(), BTreeSet::new());
         for (id, kept) in log.iter() {
             let text = |key: &str| kept.data[key].as_str().unwrap_or_default();
             let members = || kept.data["messageUuids"].as_array().into_iter().flatten().filter_map(|v| v.as_str());
@@ -56,26 +57,39 @@ impl<'a> Told<'a> {
                     turn.retry = false;
                     for uuid in members() {
                         told.turns_of.entry(uuid).or_default().push(text("turnId"));
+                        if failed.remove(uuid) {
+                            told.retried.insert(uuid);
+                        }
                         if log.complete && !uuids.contains(uuid) {
                             told.unaccepted.push((text("turnId"), uuid));
                         }
                     }
                 }
-                "chat-queue-cleared" => told.cleared.extend(members()),
+                "chat-queue-cleared" => {
+                    for uuid in members() {
+                        told.cleared.insert(uuid);
+                        // The try that was promised will not come.
+                        for turn in told.turns_of.get(uuid).into_iter().flatten() {
+                            if let Some(turn) = told.turns.get_mut(turn).filter(|t| t.retry) {
+                                turn.open = false;
+                            }
+                        }
+                    }
+                }
+                "chat-turn-failed" if kept.data["willRetry"] == true => {
+                    told.turns.entry(text("turnId")).or_default().retry = true;
+                }
                 "chat-complete" | "chat-turn-failed" => {
-                    let will_retry = kept.data["willRetry"] == true;
-                    if kept.event == "chat-turn-failed" && !will_retry {
-                        told.failed.extend(members());
+                    if kept.event == "chat-turn-failed" {
+                        failed.extend(members());
                     }
                     let turn = told.turns.entry(text("turnId")).or_default();
-                    // A turn we never dispatched is one the agent began itself: it ends once, too.
+                    // A turn we never dispatched is one the agent began itself, or one that could not be started: it
+                    // ends once, too.
                     let first_of_its_own = turn.dispatched == 0 && turn.finals.is_empty();
                     turn.excess |= !turn.open && !first_of_its_own && (log.complete || turn.dispatched > 0);
                     turn.open = false;
-                    turn.retry = will_retry;
-                    if !will_retry {
-                        turn.finals.push(id);
-                    }
+                    turn.finals.push(id);
                 }
                 "chat-session-assigned" => told.aliases.push((text("was"), text("sessionId"))),
                 _ => {}
@@ -112,7 +126,7 @@ impl<'a> Told<'a> {
             if turn.excess {
                 found.push(Violation::TurnEndedTwice { turn: (*id).to_owned(), events: turn.finals.clone() });
             }
-            if settled && turn.dispatched > 0 && (turn.open || turn.retry) {
+            if settled && turn.dispatched > 0 && turn.open {
                 found.push(Violation::TurnWithoutEnd { turn: (*id).to_owned() });
             }
         }

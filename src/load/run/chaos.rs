@@ -1,9 +1,10 @@
-//! Deaths on purpose: kill -9 of the server (started again on the same port at once) and of its agents, at random
-//! moments. Rule a change could break: only processes of the server that was started here are killed.
+//! Deaths on purpose: kill -9 of the server and of its agents at random moments, and faults armed inside the server.
+//! A server that died, however, is started again on the same port at once, as a supervisor would.
+//! Rule a change could break: only processes of the server that was started here are killed.
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -12,74 +13,125 @@ use super::{Host, World};
 use crate::load::checker::Violation;
 use crate::load::proc;
 use crate::load::rng::Rng;
+use crate::load::scenario::Chaos;
 use crate::threads::{self, Name, OnPanic, Thread, WORK_STACK_BYTES};
 
 /// The lane of the random numbers, apart from those of clients.
 const LANE: u64 = u64::MAX;
 
-/// The one who kills.
+/// How long it takes at most to see that the run is over.
+const SLICE: Duration = Duration::from_millis(50);
+/// The variable that arms faults inside the server.
+const FAULT_VARIABLE: &str = "BEEBOX_FAULT";
+
+/// The one who kills and starts again.
 pub struct Killer {
     thread: Thread,
+    over: Arc<AtomicBool>,
     servers: Arc<AtomicU64>,
     agents: Arc<AtomicU64>,
 }
 
 impl Killer {
-    /// Waits until it is done; how many servers and agents were killed.
+    /// Ends the watch over the server; how many servers and agents died.
     pub fn finish(self) -> (u64, u64) {
-        // It stops with the run; a server just being started again takes a moment.
+        self.over.store(true, Ordering::Release);
+        // A server just being started again takes a moment.
         let _ = self.thread.join_within(Duration::from_secs(30));
         (self.servers.load(Ordering::Relaxed), self.agents.load(Ordering::Relaxed))
     }
 }
 
-/// Starts killing as the scenario says, until the run stops.
+struct Deaths {
+    world: Arc<World>,
+    host: Arc<Host>,
+    /// What to arm in the next lives of the server, the next one last.
+    faults: Vec<String>,
+    over: Arc<AtomicBool>,
+    servers: Arc<AtomicU64>,
+    agents: Arc<AtomicU64>,
+}
+
+/// Starts to kill as the scenario says (`kills`) until the run stops, and to watch over the server until
+/// [`Killer::finish`]. With faults the server is killed at once and started again with the first one armed.
 ///
 /// # Errors
 /// When there is no thread to be had.
-pub fn start(world: &Arc<World>, host: &Arc<Host>) -> io::Result<Killer> {
+pub fn start(world: &Arc<World>, host: &Arc<Host>, kills: bool, mut faults: Vec<String>) -> io::Result<Killer> {
     let (servers, agents) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
-    let thread = {
-        let (world, host) = (Arc::clone(world), Arc::clone(host));
-        let (servers, agents) = (Arc::clone(&servers), Arc::clone(&agents));
-        threads::spawn(Name::fixed("chaos"), WORK_STACK_BYTES, OnPanic::Contain, move || {
-            kill_until_stopped(&world, &host, &servers, &agents);
-        })?
+    let over = Arc::new(AtomicBool::new(false));
+    faults.reverse();
+    let mut deaths = Deaths {
+        world: Arc::clone(world),
+        host: Arc::clone(host),
+        faults,
+        over: Arc::clone(&over),
+        servers: Arc::clone(&servers),
+        agents: Arc::clone(&agents),
     };
-    Ok(Killer { thread, servers, agents })
+    if !deaths.faults.is_empty() && !deaths.replace_server() {
+        return Err(io::Error::other("the server does not start with a fault armed"));
+    }
+    let thread = threads::spawn(Name::fixed("chaos"), WORK_STACK_BYTES, OnPanic::Contain, move || {
+        deaths.rule(kills);
+    })?;
+    Ok(Killer { thread, over, servers, agents })
 }
 
-fn kill_until_stopped(world: &World, host: &Host, servers: &AtomicU64, agents: &AtomicU64) {
-    let plan = world.scenario.chaos;
-    let Some(spawned) = &host.spawned else { return };
-    let mut rng = Rng::new(world.scenario.seed, LANE);
-    let mut next = |mean_s: Option<f64>| mean_s.map(|s| Instant::now() + rng.exponential(Duration::from_secs_f64(s)));
-    let (mut server_at, mut agent_at) = (next(plan.kill_server_every_s), next(plan.kill_agent_every_s));
-    let mut pick = Rng::new(world.scenario.seed, LANE - 1);
-    while let Some(due) = [server_at, agent_at].into_iter().flatten().min() {
-        world.pause(due.saturating_duration_since(Instant::now()));
-        if world.is_stopped() {
-            return;
+impl Deaths {
+    fn rule(&mut self, kills: bool) {
+        let plan = if kills { self.world.scenario.chaos } else { Chaos::default() };
+        let mut rng = Rng::new(self.world.scenario.seed, LANE);
+        let mut next =
+            |mean_s: Option<f64>| mean_s.map(|s| Instant::now() + rng.exponential(Duration::from_secs_f64(s)));
+        let (mut server_at, mut agent_at) = (next(plan.kill_server_every_s), next(plan.kill_agent_every_s));
+        let mut pick = Rng::new(self.world.scenario.seed, LANE - 1);
+        while !self.over.load(Ordering::Acquire) {
+            let now = Instant::now();
+            let due = [server_at, agent_at].into_iter().flatten().min().filter(|_| !self.world.is_stopped());
+            let slice = due.map_or(SLICE, |due| due.saturating_duration_since(now)).min(SLICE);
+            let pid = u32::try_from(self.host.pid.load(Ordering::Acquire)).unwrap_or(0);
+            if proc::exited_within(pid, slice) {
+                if !self.replace_server() {
+                    return;
+                }
+                continue;
+            }
+            let Some(due) = due.filter(|due| *due <= Instant::now()) else { continue };
+            if server_at == Some(due) {
+                if !self.replace_server() {
+                    return;
+                }
+                server_at = next(plan.kill_server_every_s);
+            } else {
+                let live = proc::children(pid);
+                if !live.is_empty() {
+                    let victim = live[pick.below(live.len() as u64) as usize];
+                    self.agents.fetch_add(u64::from(proc::signal(victim, Signal::KILL)), Ordering::Relaxed);
+                }
+                agent_at = next(plan.kill_agent_every_s);
+            }
         }
-        if server_at == Some(due) {
-            let mut server = spawned.lock();
-            servers.fetch_add(1, Ordering::Relaxed);
-            let up = server.kill9().and_then(|_| server.restart(true));
-            if let Err(e) = up {
-                let why = format!("the killed server does not come back: {e}");
-                world.faults.lock().push(Violation::NotSettled { why });
-                return;
+    }
+
+    /// Kills the server, if it is not dead yet, and starts it again; false when it does not come back.
+    fn replace_server(&mut self) -> bool {
+        let Some(spawned) = &self.host.spawned else { return false };
+        let mut server = spawned.lock();
+        self.servers.fetch_add(1, Ordering::Relaxed);
+        let env = &mut server.options_mut().env;
+        env.retain(|(name, _)| name != FAULT_VARIABLE);
+        env.extend(self.faults.pop().map(|fault| (FAULT_VARIABLE.to_owned(), fault)));
+        match server.kill9().and_then(|_| server.restart(true)) {
+            Ok(()) => {
+                self.host.pid.store(u64::from(server.pid()), Ordering::Release);
+                true
             }
-            host.pid.store(u64::from(server.pid()), Ordering::Release);
-            drop(server);
-            server_at = next(plan.kill_server_every_s);
-        } else {
-            let live = spawned.lock().agents();
-            if !live.is_empty() {
-                let victim = live[pick.below(live.len() as u64) as usize];
-                agents.fetch_add(u64::from(proc::signal(victim, Signal::KILL)), Ordering::Relaxed);
+            Err(e) => {
+                let why = format!("the server does not come back: {e}");
+                self.world.faults.lock().push(Violation::NotSettled { why });
+                false
             }
-            agent_at = next(plan.kill_agent_every_s);
         }
     }
 }

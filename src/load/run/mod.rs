@@ -59,6 +59,8 @@ pub struct RunOptions {
     pub target: Target,
     /// Whether to kill as the scenario says.
     pub chaos: bool,
+    /// Faults to arm inside the server (values of `BEEBOX_FAULT`), one for each of its lives; later ones have none.
+    pub faults: Vec<String>,
     /// The token to show.
     pub bearer: Option<String>,
     /// Called about once a second with a line of progress.
@@ -189,7 +191,8 @@ impl Host {
 /// # Errors
 /// When the server does not start or the scenario cannot begin; whatever happens later is in the outcome.
 pub fn run(options: RunOptions) -> io::Result<Outcome> {
-    let RunOptions { scenario, target, chaos, bearer, progress } = options;
+    let RunOptions { scenario, target, chaos, faults, bearer, progress } = options;
+    let dies = chaos || !faults.is_empty();
     allow_many_files();
     let mut notes = Vec::new();
     let (host, addr, agent_home, started_after) = match target {
@@ -212,8 +215,8 @@ pub fn run(options: RunOptions) -> io::Result<Outcome> {
             (Host { spawned: Some(Mutex::new(spawned)), pid }, addr, Some(home), Some(after))
         }
     };
-    if chaos && host.spawned.is_none() {
-        return Err(io::Error::other("--chaos needs --spawn: only a server started here is killed"));
+    if dies && host.spawned.is_none() {
+        return Err(io::Error::other("only a server started here is killed"));
     }
     let host = Arc::new(host);
     let (stopper, stopped) = bounded::<()>(0);
@@ -253,14 +256,13 @@ pub fn run(options: RunOptions) -> io::Result<Outcome> {
     let begun = Instant::now();
     let (own_before, server_before) = (proc::usage(std::process::id()), host.usage());
     let (samples, sampler_stop, sampler) = start_sampler(&world, &host, progress)?;
-    let killer = if chaos { Some(chaos::start(&world, &host)?) } else { None };
+    let killer = if dies { Some(chaos::start(&world, &host, chaos, faults)?) } else { None };
     let clients = start_clients(&world)?;
 
     world.pause(Duration::from_secs_f64(world.scenario.duration_s));
     world.stop.store(true, Ordering::Release);
     drop(stopper);
     let span = begun.elapsed();
-    let kills = killer.map_or((0, 0), chaos::Killer::finish);
     let server_after = host.usage();
 
     progress("settling");
@@ -284,6 +286,7 @@ pub fn run(options: RunOptions) -> io::Result<Outcome> {
             world.faults.lock().push(Violation::NotSettled { why });
         }
     }
+    let kills = killer.map_or((0, 0), chaos::Killer::finish);
     drop(sampler_stop);
     let _ = sampler.join_within(Duration::from_secs(5));
     let own_after = proc::usage(std::process::id());
@@ -292,9 +295,10 @@ pub fn run(options: RunOptions) -> io::Result<Outcome> {
     let evidence = gather::evidence(&world, from, agent_home.as_deref(), settled.is_ok(), &mut notes);
     let mut verdict = checker::check(&evidence);
     verdict.violations.append(&mut world.faults.lock());
-    if let (Some(before), false, true) = (baseline, chaos, host.spawned.is_some()) {
+    if let (Some(before), false, true) = (baseline, dies, host.spawned.is_some()) {
         progress("looking for leaks");
-        let slack = Slack { rss_kib: world.scenario.rss_slack_mib * 1024, ..Slack::default() };
+        let slack =
+            Slack { rss_kib: world.scenario.rss_slack_mib * 1024, fds: world.scenario.files_slack, ..Slack::default() };
         verdict.violations.append(&mut gather::leaks(&world, &host, &before, slack));
     }
     verdict.violations.sort();

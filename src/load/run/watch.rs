@@ -34,6 +34,8 @@ struct Watcher {
     socket: Option<WebSocket<TcpStream>>,
     asked: Option<String>,
     again_at: Instant,
+    /// When it subscribed last.
+    since: Instant,
     order: OrderCheck,
     stalled: bool,
 }
@@ -57,6 +59,7 @@ impl Wall {
                 socket: None,
                 asked: None,
                 again_at: now,
+                since: now,
                 order: OrderCheck::default(),
                 stalled: n >= watch.watchers - watch.stalled,
             })
@@ -80,7 +83,8 @@ impl Wall {
             vec![epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; READY_MAX];
         let mut pending: Vec<usize> = Vec::new();
         loop {
-            self.connect_missing(&epoll);
+            // What came along with the handshake lies in the socket's own buffer: the kernel does not report it.
+            pending.extend(self.connect_missing(&epoll));
             let head = self.world.head.load(Ordering::Acquire);
             if head >= 0 {
                 let end = *tail_until.get_or_insert_with(|| Instant::now() + TAIL_WITHIN);
@@ -142,7 +146,9 @@ impl Wall {
         }
     }
 
-    fn connect_missing(&mut self, epoll: &OwnedFd) {
+    /// Connects who is not connected; those that now are.
+    fn connect_missing(&mut self, epoll: &OwnedFd) -> Vec<usize> {
+        let mut fresh = Vec::new();
         let now = Instant::now();
         let limit = self.world.answer_within();
         let bearer = self.world.bearer.as_deref();
@@ -163,6 +169,8 @@ impl Wall {
             match opened {
                 Ok(socket) => {
                     watcher.socket = Some(socket);
+                    watcher.since = Instant::now();
+                    fresh.push(at);
                     self.world.board.took(self.group, "follow", begun.elapsed());
                 }
                 Err(e) => {
@@ -180,6 +188,7 @@ impl Wall {
         for why in failed {
             self.world.board.failed(self.group, "follow", why);
         }
+        fresh
     }
 
     /// Reads some frames; true when there may be more at once.
@@ -231,7 +240,7 @@ impl Wall {
                     message_id.and_then(|m| self.world.sent_at.lock().get(m).copied())
                 });
                 // Only what was sent after this one subscribed is late for it; a replay is not.
-                if let Some(sent) = sent.filter(|_| watcher.asked.is_none()) {
+                if let Some(sent) = sent.filter(|sent| *sent >= watcher.since) {
                     latencies.push(got.saturating_duration_since(sent));
                 }
                 if self.known.len() > KNOWN_MAX {

@@ -22,11 +22,13 @@ impl Turn {
         if let Some(size) = self.script.size {
             return filler(size);
         }
-        let words = self.words.split_whitespace().count();
-        let mut answer = match words {
+        // The server's snapshot of flags is no word of the person's.
+        let said = crate::transcript::record::without_chat_app(&self.words);
+        let said = said.trim();
+        let mut answer = match said.split_whitespace().count() {
             0 => "You wrote no words.".to_owned(),
-            1 => format!("You wrote 1 word: {}", shortened(&self.words)),
-            _ => format!("You wrote {words} words: {}", shortened(&self.words)),
+            1 => format!("You wrote 1 word: {}", shortened(said)),
+            words => format!("You wrote {words} words: {}", shortened(said)),
         };
         for (n, photo) in self.photos.iter().enumerate() {
             let _ = write!(answer, "\nPhoto {}: {}.", n + 1, photo.words());

@@ -201,6 +201,11 @@ impl Agent {
         });
         self.results += 1;
         self.last_failed = end.is_error;
+        if crate::faults::is_armed("before_result") {
+            // What was said before is out.
+            self.out.flush()?;
+            crate::faults::point("before_result");
+        }
         self.say(result)?;
         if turn.script.die == Some(Die::After) {
             return Err(Stop::Exit(EXIT_DIED));

@@ -107,6 +107,7 @@ impl Agent {
             .filter(|_| self.keep_uuid)
             .unwrap_or_else(fresh);
         self.transcript.turns += 1;
+        crate::faults::point("after_stdin_before_line");
         let mut lines = self.session.user_line(&UserLine {
             parent: self.transcript.leaf.as_deref(),
             prompt_id: &prompt_id,
