@@ -88,7 +88,8 @@ fn rounds_of_start_and_stop_leave_no_thread_descriptor_child_or_zombie() {
     }
     server.wait_until("what runs held is given back", |server| {
         let now = server.usage();
-        (now.threads <= before.threads && now.fds <= before.fds && children_and_zombies(server).is_empty()).then_some(())
+        (now.threads <= before.threads && now.fds <= before.fds && children_and_zombies(server).is_empty())
+            .then_some(())
     });
     assert_eq!(of_box(&server), [0; 0], "no process of the box is left");
     println!("rounds: {rounds} starts and stops, threads {} and open files {} as before", before.threads, before.fds);

@@ -271,7 +271,10 @@ pub fn clear(scene: &mut Scene) {
     let after = scene.converse("after", &says("two"));
     assert_ne!(after.session_id, first.session_id, "another conversation");
     let assigned = scene.events.wait_for("another id", |f| f.event == "chat-session-assigned");
-    assert_eq!((assigned.text("was"), assigned.text("sessionId")), (first.session_id.as_str(), after.session_id.as_str()));
+    assert_eq!(
+        (assigned.text("was"), assigned.text("sessionId")),
+        (first.session_id.as_str(), after.session_id.as_str())
+    );
     assert_eq!(texts(&scene.server.history(&first.session_id), "assistant")[0], "one");
     assert_eq!(texts(&scene.history(), "assistant").last().unwrap(), "two");
     // Both stay, also for the next life of the server.
@@ -412,10 +415,8 @@ pub fn needs_a_login(real: &Real) {
 
 /// The agent asks before a tool only where its own settings say so.
 pub fn tool_asked_for(real: &Real) {
-    let program = format!(
-        r#"{} --permission-prompt-tool stdio --settings '{{"permissions":{{"ask":["Bash"]}}}}'"#,
-        real.program
-    );
+    let program =
+        format!(r#"{} --permission-prompt-tool stdio --settings '{{"permissions":{{"ask":["Bash"]}}}}'"#, real.program);
     for (flags, allowed) in [(&[][..], false), (&["--allow-tools"], true)] {
         let mut scene = Scene::start(real, &Start { program: Some(program.clone()), flags, ..Start::default() });
         scene.converse("use a tool", &runs("echo this is $((40 + 2))"));
