@@ -88,7 +88,8 @@ fn rounds_of_start_and_stop_leave_no_thread_descriptor_child_or_zombie() {
     }
     server.wait_until("what runs held is given back", |server| {
         let now = server.usage();
-        (now.threads <= before.threads && now.fds <= before.fds && children_and_zombies(server).is_empty()).then_some(())
+        (now.threads <= before.threads && now.fds <= before.fds && children_and_zombies(server).is_empty())
+            .then_some(())
     });
     assert_eq!(of_box(&server), [0; 0], "no process of the box is left");
     println!("rounds: {rounds} starts and stops, threads {} and open files {} as before", before.threads, before.fds);
@@ -190,4 +191,33 @@ fn an_agent_killed_from_outside_while_idle_is_replaced_by_the_next_message() {
     let (_, end) = server.converse(&first.session_id, "second");
     assert_eq!(end.event, "chat-complete");
     assert_eq!(texts(&server.history(&first.session_id), "user").len(), 2);
+}
+
+#[test]
+fn an_interrupt_that_the_agent_only_answers_closes_the_run_after_10_s_and_the_queue_goes_to_a_fresh_one() {
+    let server = Server::new();
+    let mut events = server.follow();
+    let sent = server.send("new", "{{ignore=answered hang}} deaf");
+    let session = sent.session_id.clone();
+    events.wait_for("its turn", |f| f.event == "chat-turn" && f.text("turnId") == sent.message_uuid);
+    let queued = server.send(&session, "waits");
+    let before = server.agents();
+    let asked = std::time::Instant::now();
+    assert_eq!(server.control("interrupt", &session), "asked");
+    let end = events.end_of_message(&queued.message_uuid);
+    assert_eq!((end.event.as_str(), &end.data["isError"]), ("chat-complete", &json!(false)));
+    assert!(asked.elapsed() >= Duration::from_secs(10), "it had its ten seconds");
+    events.turn_end(&sent.message_uuid);
+    assert_ne!(server.agents(), before);
+    assert_eq!(texts(&server.history(&session), "user").len(), 2, "each once");
+}
+
+#[test]
+fn a_second_server_on_a_box_does_not_start_and_names_the_first() {
+    let server = Server::new();
+    let refused = Options::default().box_dir(server.box_dir()).try_start();
+    let words = refused.err().expect("one server for a box").to_string();
+    assert!(words.contains(&format!("is served by the server with pid {}", server.pid())), "{words}");
+    let (_, end) = server.converse("new", "and the first goes on");
+    assert_eq!(end.event, "chat-complete");
 }

@@ -271,7 +271,10 @@ pub fn clear(scene: &mut Scene) {
     let after = scene.converse("after", &says("two"));
     assert_ne!(after.session_id, first.session_id, "another conversation");
     let assigned = scene.events.wait_for("another id", |f| f.event == "chat-session-assigned");
-    assert_eq!((assigned.text("was"), assigned.text("sessionId")), (first.session_id.as_str(), after.session_id.as_str()));
+    assert_eq!(
+        (assigned.text("was"), assigned.text("sessionId")),
+        (first.session_id.as_str(), after.session_id.as_str())
+    );
     assert_eq!(texts(&scene.server.history(&first.session_id), "assistant")[0], "one");
     assert_eq!(texts(&scene.history(), "assistant").last().unwrap(), "two");
     // Both stay, also for the next life of the server.
@@ -390,25 +393,71 @@ fn start_fails(real: &Real, how: &Start, word: &str) {
 }
 
 pub fn not_installed(real: &Real) {
-    let how = Start { sandbox: true, key: true, program: Some("/nowhere/claude") };
-    start_fails(real, &how, "is not installed");
+    start_fails(real, &Start { program: Some("/nowhere/claude".to_owned()), ..Start::default() }, "is not installed");
 }
 
 pub fn refused_as_root(real: &Real) {
     if rustix::process::geteuid().is_root() {
-        start_fails(real, &Start { sandbox: false, key: true, program: None }, "as root");
+        start_fails(real, &Start { sandbox: false, ..Start::default() }, "as root");
     } else {
         println!("    not root: nothing to refuse");
     }
 }
 
 pub fn needs_a_login(real: &Real) {
-    let mut scene = Scene::start(real, &Start { sandbox: true, key: false, program: None });
+    let mut scene = Scene::start(real, &Start { key: false, ..Start::default() });
     let sent = scene.send("hello", &says("never"));
     let end = scene.end(&sent);
     assert_ne!(end.data["isError"], false, "{end:?}");
     let shown = (scene.history().to_string() + &end.data.to_string()).to_lowercase();
     assert!(shown.contains("/login") || shown.contains("log in"), "{shown}");
+}
+
+/// The agent asks before a tool only where its own settings say so.
+pub fn tool_asked_for(real: &Real) {
+    let program =
+        format!(r#"{} --permission-prompt-tool stdio --settings '{{"permissions":{{"ask":["Bash"]}}}}'"#, real.program);
+    for (flags, allowed) in [(&[][..], false), (&["--allow-tools"], true)] {
+        let mut scene = Scene::start(real, &Start { program: Some(program.clone()), flags, ..Start::default() });
+        scene.converse("use a tool", &runs("echo this is $((40 + 2))"));
+        let history = scene.history();
+        let result = blocks(&history, "tool_use")[0]["resultSummary"].as_str().unwrap_or_default().to_owned();
+        assert_eq!(result.contains("this is 42"), allowed, "{flags:?}: {result}");
+        assert_eq!(result.contains("needs a permission that nobody is there to give"), !allowed, "{flags:?}: {result}");
+        scene.judge();
+    }
+}
+
+/// A message of an outside channel, answered.
+fn ask_thread(scene: &Scene, words: &str) -> Value {
+    let steps = says(&format!("aside <chat-response>you said {words}</chat-response>"));
+    let message = format!("{words} FAKE{}", json!({"steps": steps}));
+    let answer = scene.server.post("/api/threads/send", &json!({"thread": "t", "message": message}));
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let answer = answer.json();
+    assert_eq!((&answer["responses"], &answer["success"]), (&json!([format!("you said {words}")]), &json!(true)));
+    answer
+}
+
+pub fn thread(scene: &mut Scene) {
+    let first = ask_thread(scene, "one");
+    assert_eq!(ask_thread(scene, "two")["sessionId"], first["sessionId"]);
+    scene.server.restart();
+    scene.follow_on();
+    assert_eq!(ask_thread(scene, "three")["sessionId"], first["sessionId"], "it goes on where it was");
+}
+
+pub fn thread_whose_transcript_is_gone(scene: &mut Scene) {
+    let first = ask_thread(scene, "one");
+    let path = scene.server.transcript(first["sessionId"].as_str().unwrap()).expect("a transcript");
+    scene.server.terminate();
+    std::fs::remove_file(path).unwrap();
+    scene.server.restart();
+    scene.follow_on();
+    let second = ask_thread(scene, "two");
+    assert_ne!(second["sessionId"], first["sessionId"], "only a thread begins afresh");
+    scene.events.wait_for("a note to people", |f| f.event == "thread-response" && f.data["notice"] == true);
+    assert_eq!(ask_thread(scene, "three")["sessionId"], second["sessionId"], "once");
 }
 
 pub fn history_at_every_end(scene: &mut Scene) {

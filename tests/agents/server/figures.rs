@@ -27,13 +27,8 @@ pub fn measure(reals: &[Real]) -> String {
         });
         let behind = middle(behind.collect());
         let cell = |(took, kib): (Duration, u64)| format!("{} ms, {} MiB", took.as_millis(), kib / 1024);
-        lines += &format!(
-            "{:<10}| {:<24}| {:<24}| {} MiB\n",
-            real.version,
-            cell(alone),
-            cell(behind),
-            server_kib / 1024
-        );
+        lines +=
+            &format!("{:<10}| {:<24}| {:<24}| {} MiB\n", real.version, cell(alone), cell(behind), server_kib / 1024);
     }
     lines
 }

@@ -68,6 +68,9 @@ fn all() -> Vec<Case> {
         "background task" |r| usual(r, cases::background_task);
         "transcript removed" |r| usual(r, cases::transcript_removed);
         "resume refused" |r| usual(r, cases::resume_refused);
+        "tool asked for" cases::tool_asked_for;
+        "thread" |r| usual(r, cases::thread);
+        "thread, transcript removed" |r| usual(r, cases::thread_whose_transcript_is_gone);
         "not installed" cases::not_installed;
         "refused as root" cases::refused_as_root;
         "needs a login" cases::needs_a_login;

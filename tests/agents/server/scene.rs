@@ -35,7 +35,15 @@ impl Real {
 pub struct Start {
     pub sandbox: bool,
     pub key: bool,
-    pub program: Option<&'static str>,
+    /// Another program, or more arguments.
+    pub program: Option<String>,
+    pub flags: &'static [&'static str],
+}
+
+impl Default for Start {
+    fn default() -> Self {
+        Self { sandbox: true, key: true, program: None, flags: &[] }
+    }
 }
 
 pub struct Scene {
@@ -50,7 +58,7 @@ pub struct Scene {
 
 impl Scene {
     pub fn new(real: &Real) -> Self {
-        Self::start(real, &Start { sandbox: true, key: true, program: None })
+        Self::start(real, &Start::default())
     }
 
     pub fn start(real: &Real, how: &Start) -> Self {
@@ -60,10 +68,11 @@ impl Scene {
         let agent_home = box_dir.join(".beebox").join("agent");
         let mut options = Options::default().box_dir(&box_dir).args([
             "--agent",
-            how.program.unwrap_or(real.program.as_str()),
+            how.program.as_deref().unwrap_or(&real.program),
             "--agent-home",
             agent_home.to_str().unwrap(),
         ]);
+        options = options.args(how.flags.iter().copied());
         if how.sandbox {
             options = options.args(["--sandbox"]);
         }
