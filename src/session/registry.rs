@@ -851,7 +851,7 @@ fn tell_if_stuck(session: &Session, kind: PhaseKind, since_ms: UnixMs) {
 /// Body of the thread `sweep`. Wakes at named times only: a pause that is over, a phase that should be left, the next
 /// session to close, frames to forget, and half the supervisor's watchdog time if it has one.
 fn sweep(registry: &Weak<Registry>) {
-    let watchdog = crate::tools::watchdog_interval();
+    let watchdog = crate::supervisor::watchdog_interval();
     loop {
         let Some(registry) = registry.upgrade() else { return };
         let now = Instant::now();
