@@ -22,6 +22,8 @@ use crate::http::gate::{self, Gate, GateConfig, Local};
 use crate::http::handlers::Handlers;
 use crate::http::server::{self, Server, ServerConfig};
 use crate::journal::{Faults, Journal, JournalOptions};
+#[cfg(feature = "mirror")]
+use crate::mirror::{self, Mirror};
 use crate::push::{self, Push, PushLimits};
 use crate::session::Context;
 use crate::session::listener::KEEPS_UUIDS_KEY;
@@ -39,6 +41,8 @@ pub struct App {
     context: Arc<Context>,
     registry: Arc<Registry>,
     push: Arc<Push>,
+    #[cfg(feature = "mirror")]
+    mirror: Option<Arc<Mirror>>,
     server: Server,
     gate: Gate,
     going_down: Arc<AtomicBool>,
@@ -51,6 +55,10 @@ impl App {
     /// # Errors
     /// `bad_field` for a setting that cannot work here (box in use, port in use, token file), else what failed.
     pub fn start(config: Config) -> Result<Self> {
+        #[cfg(feature = "mirror")]
+        if let Some(to) = &config.mirror {
+            mirror::check(&to.url)?;
+        }
         let state_dir = config.state_dir();
         let box_lock = lock_box(&state_dir)?;
         clear_active_marks(&state_dir);
@@ -87,6 +95,11 @@ impl App {
         let registry = Registry::new(context.clone(), recovered)?;
         let pool = Arc::new(Pool::new(registry.clone(), &threads, pool::WAIT_LIMIT));
 
+        #[cfg(feature = "mirror")]
+        let mirror = match &config.mirror {
+            Some(to) => Some(Arc::new(mirror::start(&to.url, &to.name, &bus, Arc::new(journal.clone()))?)),
+            None => None,
+        };
         let push = Arc::new(push::start(bus, Arc::new(journal.clone()), PushLimits::default())?);
         let going_down = Arc::new(AtomicBool::new(false));
         let notes = Notes::new()?;
@@ -99,7 +112,13 @@ impl App {
             Arc::new(Handlers::new(registry.clone(), pool, going_down.clone())),
             notes.clone(),
         )?;
-        let local = Arc::new(Rooms { context: context.clone(), push: push.clone(), going_down: going_down.clone() });
+        let local = Arc::new(Rooms {
+            context: context.clone(),
+            push: push.clone(),
+            #[cfg(feature = "mirror")]
+            mirror: mirror.clone(),
+            going_down: going_down.clone(),
+        });
         let to_push = push.clone();
         let gate = gate::start(
             GateConfig {
@@ -124,7 +143,13 @@ impl App {
                 _ => dump::threads_page(),
             }));
         }
-        Ok(Self { context, registry, push, server, gate, going_down, _box_lock: box_lock })
+        Ok(Self {
+            context,
+            registry,
+            push,
+            #[cfg(feature = "mirror")]
+            mirror,
+            server, gate, going_down, _box_lock: box_lock })
     }
 
     /// Where the gate listens.
@@ -178,6 +203,10 @@ impl App {
         step("push", self.push.shutdown(left() / 3));
         step("gate", self.gate.shutdown(left() / 3));
         step("http", self.server.shutdown(left() / 2));
+        #[cfg(feature = "mirror")]
+        if let Some(mirror) = &self.mirror {
+            step("mirror", mirror.shutdown(left() / 2));
+        }
         step("journal", self.context.journal.shutdown(left().max(Duration::from_millis(300))));
         clean
     }
@@ -251,6 +280,8 @@ fn agent_env(config: &Config) -> Vec<(OsString, OsString)> {
 struct Rooms {
     context: Arc<Context>,
     push: Arc<Push>,
+    #[cfg(feature = "mirror")]
+    mirror: Option<Arc<Mirror>>,
     going_down: Arc<AtomicBool>,
 }
 
@@ -266,7 +297,10 @@ impl Local for Rooms {
         let journal = self.context.journal.stats();
         let push = self.push.stats();
         // The stats of these rooms are plain counters; their field names are the metric names.
-        for (room, debug) in [("journal", format!("{journal:?}")), ("push", format!("{push:?}"))] {
+        let rooms = [("journal", format!("{journal:?}")), ("push", format!("{push:?}"))];
+        #[cfg(feature = "mirror")]
+        let rooms = rooms.into_iter().chain(self.mirror.as_ref().map(|m| ("mirror", format!("{:?}", m.stats()))));
+        for (room, debug) in rooms {
             for (name, value) in numbers(&debug) {
                 let _ = writeln!(page, "beebox_{room}_{name} {value}");
             }

@@ -43,7 +43,7 @@ fn room(file: &str) -> &str {
 /// Rooms that a room may name, besides the words that everybody uses.
 const ARROWS: &[(&str, &[&str])] = &[
     ("main", &["agent", "app", "config", "tools"]),
-    ("app", &["archive", "bus", "config", "dump", "http", "journal", "push", "session"]),
+    ("app", &["archive", "bus", "config", "dump", "http", "journal", "mirror", "push", "session"]),
     ("agent", &["faults", "inbox", "transcript"]),
     ("archive", &["transcript"]),
     ("bus", &[]),
@@ -54,6 +54,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("journal", &["bus", "faults", "inbox"]),
     ("lifecycle", &["inbox"]),
     ("load", &[]),
+    ("mirror", &["bus"]),
     ("push", &["bus"]),
     ("session", &["agent", "archive", "bus", "config", "faults", "inbox", "journal", "lifecycle", "transcript"]),
     ("tools", &["http"]),
@@ -127,6 +128,8 @@ fn files_begin_by_saying_what_they_are() {
 fn no_async_runtime_is_in_the_tree() {
     let lock = std::fs::read_to_string(root().join("Cargo.lock")).unwrap();
     let names: BTreeSet<&str> = lock.lines().filter_map(|l| l.strip_prefix("name = \"")?.strip_suffix('"')).collect();
+    // The lock file has what every feature would bring in.
+    assert!(names.contains("redis"), "the broker's client of feature `mirror` is looked at too");
     for runtime in ["tokio", "async-std", "smol", "async-executor", "futures-executor", "hyper", "actix-rt", "mio"] {
         assert!(!names.contains(runtime), "{runtime} is in Cargo.lock");
     }
