@@ -135,10 +135,10 @@ pub mod inbox;
 pub mod journal;
 pub mod lifecycle;
 pub mod load;
-#[cfg(feature = "model")]
-pub mod model;
 #[cfg(feature = "mirror")]
 pub mod mirror;
+#[cfg(feature = "model")]
+pub mod model;
 pub mod push;
 pub mod session;
 pub mod supervisor;
