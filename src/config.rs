@@ -224,7 +224,8 @@ impl ServeFlags {
             "claude" => AgentKind::Claude,
             "" => return Err(bad("--agent is empty: embedded, claude or a command line".into())),
             line => AgentKind::Command(
-                shlex::split(line).ok_or_else(|| bad(format!("--agent {line:?}: a quote or backslash is not closed")))?,
+                shlex::split(line)
+                    .ok_or_else(|| bad(format!("--agent {line:?}: a quote or backslash is not closed")))?,
             ),
         };
         let agent_home = match self.agent_home {

@@ -117,7 +117,10 @@
 //! | `not_implemented` | a feature of HTTP that we do not speak |
 //! | `agent_unavailable` | the agent cannot be started, in words a person can act on |
 //! | `internal` | a fault of ours |
-#![cfg_attr(feature = "model", allow(dead_code, unused_imports, reason = "the checker has agents and a disk of its own"))]
+#![cfg_attr(
+    feature = "model",
+    allow(dead_code, unused_imports, reason = "the checker has agents and a disk of its own")
+)]
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests fail loudly"))]
 
 pub mod agent;

@@ -17,7 +17,6 @@ pub fn notify(word: &str) {
     }
 }
 
-
 /// How often the supervisor wants to hear from us, halved: `WATCHDOG_USEC`, if it means this process.
 #[must_use]
 pub fn watchdog_interval() -> Option<std::time::Duration> {

@@ -15,7 +15,10 @@ use crate::http::gate::token;
 /// # Errors
 /// `bad_field` when it exists and `replace` is not said, or cannot be written.
 pub fn token(file: &Path, replace: bool) -> Result<()> {
-    if replace && let Err(e) = std::fs::remove_file(file) && e.kind() != std::io::ErrorKind::NotFound {
+    if replace
+        && let Err(e) = std::fs::remove_file(file)
+        && e.kind() != std::io::ErrorKind::NotFound
+    {
         return Err(Error::new(Code::BadField, format!("token file {}: {e}", file.display())));
     }
     token::create(file)?;

@@ -295,7 +295,10 @@ fn descendants(root: u32) -> Vec<(u32, OwnedFd)> {
         }
         false
     };
-    all.iter().filter(|(pid, _)| is_below(**pid)).filter_map(|(pid, stat)| Some((*pid, hold(*pid, stat.start_time)?))).collect()
+    all.iter()
+        .filter(|(pid, _)| is_below(**pid))
+        .filter_map(|(pid, stat)| Some((*pid, hold(*pid, stat.start_time)?)))
+        .collect()
 }
 
 /// Ends agents that an earlier life of the server left behind: the one known by pid and start time, and those whose

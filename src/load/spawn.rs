@@ -13,7 +13,7 @@ use rustix::process::Signal;
 
 use super::proc;
 use crate::sync::{Mutex, Receiver, RecvTimeoutError, bounded};
-use crate::threads::{Name, OnPanic, self, SMALL_STACK_BYTES, Thread};
+use crate::threads::{self, Name, OnPanic, SMALL_STACK_BYTES, Thread};
 
 /// Most of the server's stderr that is kept, in bytes; the oldest half goes first.
 const STDERR_BYTES_MAX: usize = 1024 * 1024;

@@ -49,7 +49,24 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("bus", &[]),
     ("config", &[]),
     ("faults", &[]),
-    ("http", &["agent", "archive", "bus", "config", "dump", "faults", "inbox", "journal", "lifecycle", "push", "session", "transcript", "web"]),
+    (
+        "http",
+        &[
+            "agent",
+            "archive",
+            "bus",
+            "config",
+            "dump",
+            "faults",
+            "inbox",
+            "journal",
+            "lifecycle",
+            "push",
+            "session",
+            "transcript",
+            "web",
+        ],
+    ),
     ("inbox", &[]),
     ("journal", &["bus", "faults", "inbox"]),
     ("lifecycle", &["inbox"]),
@@ -88,14 +105,34 @@ fn rooms_know_only_whom_the_arrows_allow() {
 #[test]
 fn pure_rooms_touch_no_file_socket_process_thread_lock_or_clock() {
     const NEVER: &[&str] = &[
-        "std::fs", "std::net::Tcp", "std::net::Udp", "os::unix::net", "std::process", "std::thread", "std::time::Instant", "SystemTime", "crate::sync",
-        "crate::threads", "clock::now", "rustix::",
+        "std::fs",
+        "std::net::Tcp",
+        "std::net::Udp",
+        "os::unix::net",
+        "std::process",
+        "std::thread",
+        "std::time::Instant",
+        "SystemTime",
+        "crate::sync",
+        "crate::threads",
+        "clock::now",
+        "rustix::",
     ];
     let pure = |file: &str| {
         ["transcript/", "lifecycle/"].iter().any(|dir| file.starts_with(dir))
-            || ["inbox.rs", "agent/wire.rs", "agent/adapt.rs", "agent/content.rs", "agent/turns.rs", "agent/scrub.rs",
-                "http/route.rs", "http/guard.rs", "session/features.rs", "session/thread.rs"]
-                .contains(&file)
+            || [
+                "inbox.rs",
+                "agent/wire.rs",
+                "agent/adapt.rs",
+                "agent/content.rs",
+                "agent/turns.rs",
+                "agent/scrub.rs",
+                "http/route.rs",
+                "http/guard.rs",
+                "session/features.rs",
+                "session/thread.rs",
+            ]
+            .contains(&file)
     };
     let mut seen = 0;
     for (file, code) in house().into_iter().filter(|(file, _)| pure(file)) {
@@ -109,7 +146,8 @@ fn pure_rooms_touch_no_file_socket_process_thread_lock_or_clock() {
 
 #[test]
 fn unsafe_is_in_one_file_at_most() {
-    let with: Vec<_> = house().into_iter().filter(|(_, code)| code.contains("unsafe {")).map(|(file, _)| file).collect();
+    let with: Vec<_> =
+        house().into_iter().filter(|(_, code)| code.contains("unsafe {")).map(|(file, _)| file).collect();
     assert!(with.len() <= 1, "{with:?}");
 }
 
@@ -133,7 +171,11 @@ fn no_async_runtime_is_in_the_tree() {
     for runtime in ["tokio", "async-std", "smol", "async-executor", "futures-executor", "hyper", "actix-rt", "mio"] {
         assert!(!names.contains(runtime), "{runtime} is in Cargo.lock");
     }
-    let tree = Command::new(env!("CARGO")).args(["tree", "--offline", "--locked", "-e", "normal"]).current_dir(root()).output().unwrap();
+    let tree = Command::new(env!("CARGO"))
+        .args(["tree", "--offline", "--locked", "-e", "normal"])
+        .current_dir(root())
+        .output()
+        .unwrap();
     let tree = String::from_utf8_lossy(&tree.stdout).into_owned();
     assert!(tree.contains("tiny_http"), "cargo tree lists our own: {tree}");
     assert!(!tree.contains("tokio") && !tree.contains("async-std"), "{tree}");
@@ -141,7 +183,8 @@ fn no_async_runtime_is_in_the_tree() {
 
 #[test]
 fn only_the_worker_pool_names_tiny_http() {
-    let with: Vec<_> = house().into_iter().filter(|(_, code)| code.contains("tiny_http::")).map(|(file, _)| file).collect();
+    let with: Vec<_> =
+        house().into_iter().filter(|(_, code)| code.contains("tiny_http::")).map(|(file, _)| file).collect();
     assert_eq!(with, ["http/server.rs"]);
 }
 

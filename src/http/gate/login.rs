@@ -56,14 +56,8 @@ pub fn page() -> Reply {
         ("X-Frame-Options", "DENY"),
         ("Content-Security-Policy", CSP),
     ];
-    let headers = headers
-        .map(|(name, value)| (name, value.to_owned()))
-        .to_vec();
-    Reply {
-        status: 200,
-        headers,
-        body: Body::Bytes(PAGE.as_bytes().to_vec()),
-    }
+    let headers = headers.map(|(name, value)| (name, value.to_owned())).to_vec();
+    Reply { status: 200, headers, body: Body::Bytes(PAGE.as_bytes().to_vec()) }
 }
 
 #[cfg(test)]
