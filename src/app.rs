@@ -149,7 +149,11 @@ impl App {
             push,
             #[cfg(feature = "mirror")]
             mirror,
-            server, gate, going_down, _box_lock: box_lock })
+            server,
+            gate,
+            going_down,
+            _box_lock: box_lock,
+        })
     }
 
     /// Where the gate listens.
