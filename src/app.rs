@@ -175,7 +175,6 @@ impl App {
     }
 
     /// Reads the token file again, for SIGHUP; a file that cannot be read changes nothing and is logged.
-    #[must_use]
     pub fn token_reader(&self) -> impl Fn() + Send + Sync + 'static {
         let set = self.gate.token_setter();
         let path = self.context.config.token_file.clone();

@@ -32,7 +32,8 @@ fn a_killed_server_comes_back_on_its_box_and_port_and_ends_with_0_when_asked() {
 
     let mut sse = server.follow_sse(Some(&cursor), true);
     let photo = Photo::png(1, 2000, 1);
-    let second = server.send_as(&accepted.session_id, "see [image#1]", Some("the-second"), &[photo.clone()]);
+    let second =
+        server.send_as(&accepted.session_id, "see [image#1]", Some("the-second"), std::slice::from_ref(&photo));
     let again = server.send_as(&accepted.session_id, "see [image#1]", Some("the-second"), &[photo]);
     assert!(again.deduplicated && again.message_uuid == second.message_uuid, "{again:?}");
     sse.end_of_message(&second.message_uuid);

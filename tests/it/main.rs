@@ -1,5 +1,10 @@
 //! The tests from outside, one binary.
-#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests fail loudly")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    clippy::disallowed_methods,
+    reason = "tests fail loudly and run clients of their own"
+)]
 
 mod agent_process; // harness: an agent driven line by line
 mod agents; // agents behind the server: starts, stops, what is left, what a failed start says

@@ -505,7 +505,7 @@ fn a_torn_or_foreign_state_file_is_set_aside_and_the_server_serves() {
 #[test]
 fn sigterm_lets_a_turn_finish_and_keeps_the_queue_for_the_next_server() {
     let mut server = Server::new();
-    let mut events = server.follow();
+    let events = server.follow();
     let first = server.send("new", "{{deltas=20 delta_ms=50}} finishes");
     wait_turn_began(&server, &first.session_id);
     let queued = server.send(&first.session_id, "waits");
@@ -701,7 +701,7 @@ fn the_supervisor_hears_that_the_server_is_ready_lives_and_stops() {
     let mut server =
         Options::default().env("NOTIFY_SOCKET", path.to_str().unwrap()).env("WATCHDOG_USEC", "200000").start();
     let mut heard = Vec::new();
-    let mut next = || {
+    let next = || {
         let mut bytes = [0; 64];
         let len = socket.recv(&mut bytes).expect("a word");
         String::from_utf8(bytes[..len].to_vec()).unwrap()
