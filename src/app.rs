@@ -22,6 +22,8 @@ use crate::http::gate::{self, Gate, GateConfig, Local};
 use crate::http::handlers::Handlers;
 use crate::http::server::{self, Server, ServerConfig};
 use crate::journal::{Faults, Journal, JournalOptions};
+#[cfg(feature = "mirror")]
+use crate::mirror::{self, Mirror};
 use crate::push::{self, Push, PushLimits};
 use crate::session::Context;
 use crate::session::listener::KEEPS_UUIDS_KEY;
@@ -46,6 +48,8 @@ pub struct App {
     context: Arc<Context>,
     registry: Arc<Registry>,
     push: Arc<Push>,
+    #[cfg(feature = "mirror")]
+    mirror: Option<Arc<Mirror>>,
     server: Server,
     gate: Gate,
     going_down: Arc<AtomicBool>,
@@ -58,8 +62,13 @@ impl App {
     /// # Errors
     /// `bad_field` for a setting that cannot work here (box in use, port in use, token file), else what failed.
     pub fn start(config: Config) -> Result<Self> {
+        #[cfg(feature = "mirror")]
+        if let Some(to) = &config.mirror {
+            mirror::check(&to.url)?;
+        }
         let state_dir = config.state_dir();
         let box_lock = lock_box(&state_dir)?;
+        clear_active_marks(&state_dir);
         std::fs::create_dir_all(&config.agent_home)
             .map_err(|e| Error::new(Code::BadField, format!("--agent-home {}: {e}", config.agent_home.display())))?;
         let token = match &config.token_file {
@@ -93,6 +102,11 @@ impl App {
         let registry = Registry::new(context.clone(), recovered)?;
         let pool = Arc::new(Pool::new(registry.clone(), &threads, pool::WAIT_LIMIT));
 
+        #[cfg(feature = "mirror")]
+        let mirror = match &config.mirror {
+            Some(to) => Some(Arc::new(mirror::start(&to.url, &to.name, &bus, Arc::new(journal.clone()))?)),
+            None => None,
+        };
         let push = Arc::new(push::start(bus, Arc::new(journal.clone()), PushLimits::default())?);
         let going_down = Arc::new(AtomicBool::new(false));
         let notes = Notes::new()?;
@@ -105,7 +119,13 @@ impl App {
             Arc::new(Handlers::new(registry.clone(), pool, going_down.clone())),
             notes.clone(),
         )?;
-        let local = Arc::new(Rooms { context: context.clone(), push: push.clone(), going_down: going_down.clone() });
+        let local = Arc::new(Rooms {
+            context: context.clone(),
+            push: push.clone(),
+            #[cfg(feature = "mirror")]
+            mirror: mirror.clone(),
+            going_down: going_down.clone(),
+        });
         let to_push = push.clone();
         let gate = gate::start(
             GateConfig {
@@ -123,7 +143,24 @@ impl App {
             Arc::new(move |upgrade| to_push.adopt(upgrade)),
         )?;
         registry.resume();
-        Ok(Self { context, registry, push, server, gate, going_down, _box_lock: box_lock })
+        {
+            let (context, push) = (Arc::downgrade(&context), Arc::downgrade(&push));
+            dump::set_page(Box::new(move || match (context.upgrade(), push.upgrade()) {
+                (Some(context), Some(push)) => page(&context, &push),
+                _ => dump::threads_page(),
+            }));
+        }
+        Ok(Self {
+            context,
+            registry,
+            push,
+            #[cfg(feature = "mirror")]
+            mirror,
+            server,
+            gate,
+            going_down,
+            _box_lock: box_lock,
+        })
     }
 
     /// Where the gate listens.
@@ -140,8 +177,22 @@ impl App {
 
     /// The dump, for SIGQUIT.
     pub fn dump_page(&self) -> impl Fn() -> String + Send + Sync + 'static {
-        let context = self.context.clone();
-        move || page(&context)
+        let (context, push) = (self.context.clone(), self.push.clone());
+        move || page(&context, &push)
+    }
+
+    /// Reads the token file again, for SIGHUP; a file that cannot be read changes nothing and is logged.
+    pub fn token_reader(&self) -> impl Fn() + Send + Sync + 'static {
+        let set = self.gate.token_setter();
+        let path = self.context.config.token_file.clone();
+        move || match path.as_deref().map(gate::token::read) {
+            Some(Ok(token)) => {
+                set(token);
+                log::warn!("SIGHUP: the token file was read again");
+            }
+            Some(Err(e)) => log::error!("SIGHUP: the token stays as it was: {}", e.text()),
+            None => log::warn!("SIGHUP: there is no --token-file to read again"),
+        }
     }
 
     /// Ends the server: takes no new message, lets turns finish for `--drain-s` unless `hurry` says no, closes runs,
@@ -162,8 +213,33 @@ impl App {
         step("push", self.push.shutdown(left() / 3));
         step("gate", self.gate.shutdown(left() / 3));
         step("http", self.server.shutdown(left() / 2));
+        #[cfg(feature = "mirror")]
+        if let Some(mirror) = &self.mirror {
+            step("mirror", mirror.shutdown(left() / 2));
+        }
         step("journal", self.context.journal.shutdown(left().max(Duration::from_millis(300))));
         clean
+    }
+}
+
+/// True once the process `pid` has ended, within the moment that a killed server takes to let go of its box.
+fn ends_soon(pid: &str) -> bool {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+    let Some(pid) = pid.parse().ok().and_then(Pid::from_raw) else { return true };
+    // No such process: it has let go already.
+    let Ok(fd) = pidfd_open(pid, PidfdFlags::empty()) else { return true };
+    let moment = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
+    matches!(poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&moment)), Ok(1))
+}
+
+/// Removes the marks of starts and runs that a dead server left behind.
+fn clear_active_marks(state_dir: &Path) {
+    for entry in std::fs::read_dir(state_dir).into_iter().flatten().flatten() {
+        if entry.file_name().to_string_lossy().starts_with("chat-active-") {
+            // Gone already is as good.
+            let _ = std::fs::remove_file(entry.path());
+        }
     }
 }
 
@@ -181,7 +257,7 @@ fn lock_box(state_dir: &Path) -> Result<std::fs::File> {
     while rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_err() {
         let holder = std::fs::read_to_string(&path).unwrap_or_default();
         let holder = holder.trim();
-        if !is_alive(holder) && Instant::now() < deadline {
+        if ends_soon(holder) && Instant::now() < deadline {
             let _at = doing(Doing::WaitTime);
             std::thread::sleep(LOCK_STEP);
             continue;
@@ -194,12 +270,6 @@ fn lock_box(state_dir: &Path) -> Result<std::fs::File> {
     file.rewind()?;
     writeln!(file, "{}", std::process::id())?;
     Ok(file)
-}
-
-/// A process that is not over; one that waits to be reaped holds nothing any more.
-fn is_alive(pid: &str) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
 fn program(agent: &AgentKind) -> Result<Vec<OsString>> {
@@ -224,6 +294,8 @@ fn agent_env(config: &Config) -> Vec<(OsString, OsString)> {
 struct Rooms {
     context: Arc<Context>,
     push: Arc<Push>,
+    #[cfg(feature = "mirror")]
+    mirror: Option<Arc<Mirror>>,
     going_down: Arc<AtomicBool>,
 }
 
@@ -239,16 +311,21 @@ impl Local for Rooms {
         let journal = self.context.journal.stats();
         let push = self.push.stats();
         // The stats of these rooms are plain counters; their field names are the metric names.
-        for (room, debug) in [("journal", format!("{journal:?}")), ("push", format!("{push:?}"))] {
+        let rooms = [("journal", format!("{journal:?}")), ("push", format!("{push:?}"))];
+        #[cfg(feature = "mirror")]
+        let rooms = rooms.into_iter().chain(self.mirror.as_ref().map(|m| ("mirror", format!("{:?}", m.stats()))));
+        for (room, debug) in rooms {
             for (name, value) in numbers(&debug) {
                 let _ = writeln!(page, "beebox_{room}_{name} {value}");
             }
         }
         let mut phases = std::collections::BTreeMap::new();
         let mut queued = 0;
-        if let Some(all) = self.context.registry().and_then(|r| r.try_all()) {
-            for session in all {
-                if let Some(state) = session.try_state() {
+        let until = Instant::now() + PAGE_WAITS;
+        if let Some(registry) = self.context.registry() {
+            for session in registry.all() {
+                let limit = until.saturating_duration_since(Instant::now()).min(Duration::from_millis(20));
+                if let Ok(state) = session.try_state(limit) {
                     *phases.entry(state.machine.phase().kind()).or_insert(0u64) += 1;
                     queued += state.machine.queued();
                 }
@@ -261,7 +338,7 @@ impl Local for Rooms {
     }
 
     fn debug_threads(&self) -> String {
-        page(&self.context)
+        page(&self.context, &self.push)
     }
 }
 
@@ -273,18 +350,33 @@ fn numbers(debug: &str) -> impl Iterator<Item = (&str, u64)> {
     })
 }
 
-fn page(context: &Context) -> String {
+/// Longest the page waits for locks of sessions, in all: it is made on the gate's thread.
+const PAGE_WAITS: Duration = Duration::from_millis(100);
+/// A lock held longer than this is told.
+const HELD_TOLD_MS: u64 = 1_000;
+/// An agent in a turn that says nothing for so long is told as silent; it is never punished.
+const SILENT_MS: u64 = 60_000;
+
+fn page(context: &Context, push: &Push) -> String {
     let mut page = dump::threads_page();
-    let Some(all) = context.registry().and_then(|r| r.try_all()) else {
-        page.push_str("sessions: the registry's lock is held\n");
+    let Some(registry) = context.registry() else {
+        page.push_str("sessions: the server is being built or torn down\n");
         return page;
     };
+    let mut held: Vec<_> = registry.held().map(|held| ("sessions".to_owned(), held)).into_iter().collect();
+    let all = registry.all();
     let _ = writeln!(page, "sessions: {}", all.len());
     let now = crate::clock::now_ms();
+    let until = Instant::now() + PAGE_WAITS;
     for session in all {
-        let Some(state) = session.try_state() else {
-            page.push_str("  a session's lock is held\n");
-            continue;
+        let limit = until.saturating_duration_since(Instant::now()).min(Duration::from_millis(20));
+        let state = match session.try_state(limit) {
+            Ok(state) => state,
+            Err(holder) => {
+                let _ = writeln!(page, "  {} (its first id): its lock is held", session.first_id());
+                held.extend(holder.map(|held| (format!("state of {}", session.first_id()), held)));
+                continue;
+            }
         };
         let phase = state.machine.phase();
         let _ = write!(
@@ -295,20 +387,43 @@ fn page(context: &Context) -> String {
             now - state.since_ms,
             state.machine.queued()
         );
+        if session.is_thread() {
+            page.push_str("  of a thread");
+        }
+        if state.machine.is_closing() {
+            page.push_str("  closing");
+        }
         if let Some(turn) = state.machine.current_turn() {
             let _ = write!(page, "  turn {turn}");
         }
+        if !state.tasks.is_empty() {
+            let _ = write!(page, "  background tasks {}", state.tasks.len());
+        }
         if let Some(run) = phase.run() {
             let _ = write!(page, "  {} pid {}", run.no(), run.pid().unwrap_or(0));
-            if let Some(age) = run.last_message_age_ms() {
-                let _ = write!(page, "  last message {age} ms ago");
+            match run.last_message_age_ms() {
+                None => page.push_str("  said nothing yet"),
+                Some(age) if age >= SILENT_MS && phase.is_busy() => {
+                    let _ = write!(page, "  no message for {} min", age / 60_000);
+                }
+                Some(age) => {
+                    let _ = write!(page, "  last message {age} ms ago");
+                }
             }
         }
         page.push('\n');
     }
+    held.retain(|(_, held)| held.for_ms >= HELD_TOLD_MS);
+    let _ = writeln!(page, "locks held for over {HELD_TOLD_MS} ms: {}", held.len());
+    let names = crate::threads::table().0;
+    for (lock, held) in held {
+        let name = names.iter().find(|row| row.tid == held.tid).map_or("an unlisted thread", |row| row.name.as_str());
+        let _ = writeln!(page, "  {lock}: by {name} (tid {}) for {} ms", held.tid, held.for_ms);
+    }
     let stats = context.journal.stats();
     let _ = writeln!(page, "journal: {stats:?}");
     let _ = writeln!(page, "bus: head {}", context.bus.head());
+    let _ = writeln!(page, "push: {:?}", push.stats());
     page
 }
 

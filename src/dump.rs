@@ -2,8 +2,25 @@
 //! `/api/debug/threads`. Rule a change could break: it takes no lock that a stuck thread could hold, and shows no secret.
 
 use std::fmt::Write as _;
+use std::sync::OnceLock;
 
 use crate::threads;
+
+type Page = Box<dyn Fn() -> String + Send + Sync>;
+
+static PAGE: OnceLock<Page> = OnceLock::new();
+
+/// Gives alarms the whole page to print; without it they print the threads. Once in a process.
+pub fn set_page(page: Page) {
+    // A second server in one process (tests) keeps the page of the first.
+    let _ = PAGE.set(page);
+}
+
+/// Logs that something takes far too long, with the page.
+pub fn alarm(why: &str) {
+    let page = PAGE.get().map_or_else(threads_page, |page| page());
+    log::error!("{why}; what the server is at:\n{page}");
+}
 
 /// State letter and CPU time in milliseconds of a thread, from /proc.
 fn kernel_view(tid: u64) -> Option<(char, u64)> {

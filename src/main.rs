@@ -26,6 +26,7 @@ fn main() -> ExitCode {
         Some(Command::Serve(flags)) => serve(flags),
         Some(Command::Agent { args }) => std::process::exit(beebox_chatd::agent::embedded::main(args)),
         Some(Command::Token { file, replace }) => beebox_chatd::tools::token(&file, replace),
+        Some(Command::Login { box_dir }) => beebox_chatd::tools::login(&box_dir),
         Some(Command::Tail { box_dir, after }) => beebox_chatd::tools::tail(&box_dir, after.as_deref()),
         Some(Command::Send { box_dir, session, message }) => beebox_chatd::tools::send(&box_dir, &session, &message),
     };
@@ -54,13 +55,13 @@ fn serve(flags: ServeFlags) -> Result<()> {
     let app = App::start(config)?;
     let asked = Arc::new(AtomicUsize::new(0));
     let (down, wait_for_down) = beebox_chatd::sync::bounded::<()>(1);
-    watch_signals(signals, app.dump_page(), asked.clone(), down)?;
+    watch_signals(signals, app.dump_page(), app.token_reader(), asked.clone(), down)?;
 
     let address = app.address();
     let mut out = std::io::stdout();
     writeln!(out, "listening on http://{address}")?;
     out.flush()?;
-    beebox_chatd::tools::notify_supervisor("READY=1");
+    beebox_chatd::supervisor::notify("READY=1");
     if token_file.is_some() {
         log::info!("every route but /healthz needs the bearer token");
     }
@@ -70,7 +71,7 @@ fn serve(flags: ServeFlags) -> Result<()> {
         // The sender lives in the signals thread: a disconnect would be its panic, and then we go down too.
         let _ = wait_for_down.recv();
     }
-    beebox_chatd::tools::notify_supervisor("STOPPING=1");
+    beebox_chatd::supervisor::notify("STOPPING=1");
     let hurry = move || asked.load(Ordering::Relaxed) > 1;
     if app.shut_down(&hurry) { Ok(()) } else { Err(Error::internal("not everything ended in time")) }
 }
@@ -78,6 +79,7 @@ fn serve(flags: ServeFlags) -> Result<()> {
 fn watch_signals(
     mut signals: signal_hook::iterator::Signals,
     dump: impl Fn() -> String + Send + 'static,
+    read_token: impl Fn() + Send + 'static,
     asked: Arc<AtomicUsize>,
     down: beebox_chatd::sync::Sender<()>,
 ) -> Result<()> {
@@ -88,7 +90,7 @@ fn watch_signals(
                 SIGQUIT => {
                     let _ = std::io::stderr().write_all(dump().as_bytes());
                 }
-                SIGHUP => log::info!("SIGHUP: the token file is read again at the next request"),
+                SIGHUP => read_token(),
                 _ => {
                     asked.fetch_add(1, Ordering::Relaxed);
                     let _ = down.try_send(());

@@ -102,6 +102,8 @@ doing! {
     WaitTurn = "waits for a turn to end",
     /// A thread message that waits for its place in the pool.
     WaitPlace = "waits for its place",
+    /// A lock that another thread holds.
+    WaitLock = "waits for a lock",
     /// The disk.
     ReadFile = "reads a file",
     /// A timer.
@@ -112,6 +114,8 @@ doing! {
     Spawn = "starts an agent",
     /// wait4 of an agent that was told to go.
     Reap = "waits for its agent to exit",
+    /// The broker that kept events are copied to.
+    WaitBroker = "waits for the broker",
     /// Another thread's end.
     Join = "waits for a thread to end",
 }
@@ -142,9 +146,15 @@ thread_local! {
 }
 
 /// Milliseconds on the monotonic clock, from the first call of this process.
-fn monotonic_ms() -> u64 {
+pub(crate) fn monotonic_ms() -> u64 {
     static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
     u64::try_from(START.get_or_init(Instant::now).elapsed().as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Kernel id of the calling thread; 0 if it is not in the table.
+#[must_use]
+pub fn my_tid() -> u64 {
+    MINE.get().map_or(0, |at| TABLE[at].tid.load(Ordering::Relaxed))
 }
 
 /// Takes a slot for the calling thread until dropped.
@@ -246,6 +256,30 @@ pub fn spawn(
     body: impl FnOnce() + Send + 'static,
 ) -> std::io::Result<Thread> {
     let (alive, ended) = bounded::<()>(0);
+    #[cfg(feature = "model")]
+    {
+        // Threads of the checker: in no table, and a panic fails the schedule.
+        let _ = (stack_bytes, on_panic);
+        shuttle::thread::spawn(move || {
+            let _alive = alive;
+            body();
+        });
+        Ok(Thread { name, ended })
+    }
+    #[cfg(not(feature = "model"))]
+    spawn_listed(name, stack_bytes, on_panic, alive, body)?;
+    #[cfg(not(feature = "model"))]
+    Ok(Thread { name, ended })
+}
+
+#[cfg(not(feature = "model"))]
+fn spawn_listed(
+    name: Name,
+    stack_bytes: usize,
+    on_panic: OnPanic,
+    alive: crate::sync::Sender<()>,
+    body: impl FnOnce() + Send + 'static,
+) -> std::io::Result<()> {
     #[expect(clippy::disallowed_methods, reason = "this is the one place that spawns")]
     std::thread::Builder::new().name(name.as_str().to_owned()).stack_size(stack_bytes).spawn(move || {
         let _alive = alive;
@@ -260,7 +294,7 @@ pub fn spawn(
             }
         }
     })?;
-    Ok(Thread { name, ended })
+    Ok(())
 }
 
 /// Lists the calling thread (main, or one a library made) under `name` for as long as the process lives.

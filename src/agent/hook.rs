@@ -7,16 +7,39 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
 use crate::error::{Error, Result};
 
+/// Ends every hook, running or still to come.
+#[derive(Debug)]
+pub struct Cancel(Option<OwnedFd>);
+
+impl Default for Cancel {
+    fn default() -> Self {
+        let event = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
+        // Without it a hook runs to its end or its deadline.
+        Self(event.map_err(|e| log::warn!("no eventfd: {e}")).ok())
+    }
+}
+
+impl Cancel {
+    /// From now on a hook is killed at once.
+    pub fn cancel(&self) {
+        if let Some(event) = &self.0 {
+            // Never read, so it stays ready for every hook; a full counter is as good.
+            let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+        }
+    }
+}
+
 /// Runs `command` by `sh -c` in `dir`; its output goes to our stderr.
 ///
 /// # Errors
-/// It cannot be started, it fails, or it is not done by `deadline` and is killed.
-pub fn run(command: &str, dir: &Path, deadline: Instant) -> Result<()> {
+/// It cannot be started, it fails, or it is killed: not done by `deadline`, or cancelled.
+pub fn run(command: &str, dir: &Path, deadline: Instant, cancel: &Cancel) -> Result<()> {
     let mut child = Command::new("sh")
         .args(["-c", command])
         .current_dir(dir)
@@ -33,8 +56,10 @@ pub fn run(command: &str, dir: &Path, deadline: Instant) -> Result<()> {
                 return false;
             }
             let wait = Timespec::try_from(left).ok();
-            match poll(&mut [PollFd::new(&fd, PollFlags::IN)], wait.as_ref()) {
-                Ok(ready) if ready > 0 => return true,
+            let mut ends = vec![PollFd::new(&fd, PollFlags::IN)];
+            ends.extend(cancel.0.as_ref().map(|event| PollFd::new(event, PollFlags::IN)));
+            match poll(&mut ends, wait.as_ref()) {
+                Ok(ready) if ready > 0 => return ends.first().is_some_and(|end| !end.revents().is_empty()),
                 Ok(_) | Err(_) => {}
             }
         }
@@ -45,7 +70,9 @@ pub fn run(command: &str, dir: &Path, deadline: Instant) -> Result<()> {
     }
     let status = child.wait()?;
     if !ended {
-        return Err(Error::internal(format!("sh -c {command:?} took too long and was killed")));
+        return Err(Error::internal(format!(
+            "sh -c {command:?} took too long, or the server goes down: it was killed"
+        )));
     }
     if !status.success() {
         return Err(Error::internal(format!("sh -c {command:?} ended with {status}")));
@@ -63,10 +90,16 @@ mod tests {
     fn a_hook_runs_in_the_box_and_says_how_it_failed() {
         let dir = tempfile::tempdir().unwrap();
         let soon = || Instant::now() + Duration::from_secs(20);
-        run("echo x > here", dir.path(), soon()).unwrap();
+        let cancel = Cancel::default();
+        run("echo x > here", dir.path(), soon(), &cancel).unwrap();
         assert!(dir.path().join("here").exists());
-        assert!(run("exit 3", dir.path(), soon()).unwrap_err().text().contains("exit status: 3"));
-        let late = run("sleep 60 & wait", dir.path(), Instant::now() + Duration::from_millis(50)).unwrap_err();
+        assert!(run("exit 3", dir.path(), soon(), &cancel).unwrap_err().text().contains("exit status: 3"));
+        let late = run("sleep 60 & wait", dir.path(), Instant::now() + Duration::from_millis(50), &cancel).unwrap_err();
         assert!(late.text().contains("took too long"), "{late}");
+        cancel.cancel();
+        for _ in 0..2 {
+            let ended = run("sleep 60", dir.path(), soon(), &cancel).unwrap_err();
+            assert!(ended.text().contains("goes down"), "{ended}");
+        }
     }
 }

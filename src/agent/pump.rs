@@ -7,6 +7,8 @@
 
 mod end;
 mod handle;
+#[cfg(feature = "model")]
+mod model;
 mod told;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -22,7 +24,7 @@ use self::end::Ladder;
 use self::handle::ORDERS_MAX;
 pub use self::handle::{Order, Shared, start};
 use self::told::Gate;
-use super::command::Agent;
+use super::command::{Agent, Tools};
 use super::content;
 use super::pipes::{ErrorText, Outbox, Pipe, read_from};
 use super::turns::TurnTracker;
@@ -65,6 +67,8 @@ struct Pump {
     /// When reading stdout after the exit is given up.
     drain_until: Option<Instant>,
     ladder: Ladder,
+    /// What a turn that was broken off had running.
+    tools: Tools,
     spoke_told: bool,
     interrupt_due: Option<Instant>,
     gate: Option<Gate>,
@@ -93,6 +97,7 @@ impl Pump {
             exit: None,
             drain_until: None,
             ladder: Ladder::Open,
+            tools: Tools::default(),
             spoke_told: false,
             interrupt_due: None,
             gate: None,

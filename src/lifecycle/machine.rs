@@ -74,7 +74,8 @@ pub enum Fact<R> {
     RetryDue,
     /// A person asks to stop.
     Stop,
-    /// The pool closes the run of a thread: Ready or Streaming until it is reaped, then Idle, without Stopping.
+    /// The run of a thread is closed, by its pool or a person: what waits is cleared; Ready or Streaming until the run
+    /// is reaped, then Idle, without Stopping.
     Park,
     /// A person asks for a fresh run.
     Restart,
@@ -255,6 +256,7 @@ pub struct Machine<R> {
     /// From the request to close the run until Idle.
     closing: bool,
     stop_remembered: bool,
+    park_remembered: bool,
     interrupt_remembered: bool,
     starting: Option<RunNo>,
     start_failures: u32,
@@ -274,6 +276,7 @@ impl<R: RunRef> Default for Machine<R> {
             owed: None,
             closing: false,
             stop_remembered: false,
+            park_remembered: false,
             interrupt_remembered: false,
             starting: None,
             start_failures: 0,
@@ -447,6 +450,10 @@ impl<R: RunRef> Machine<R> {
                     if std::mem::take(&mut self.stop_remembered) || self.draining {
                         self.interrupt_remembered = false;
                         self.close_for_stop(run, out)?;
+                    } else if std::mem::take(&mut self.park_remembered) {
+                        self.interrupt_remembered = false;
+                        self.closing = true;
+                        out.push(Effect::Close(run));
                     } else {
                         self.advance(out)?;
                         // Nothing rode the first turn: an interrupt must not hit a later one.
@@ -502,15 +509,7 @@ impl<R: RunRef> Machine<R> {
                 self.advance(out)?;
             }
             Fact::Stop => return self.stop(out),
-            Fact::Park => {
-                if let Phase::Ready { run } | Phase::Streaming { run } = self.phase().clone()
-                    && !std::mem::replace(&mut self.closing, true)
-                {
-                    self.mark_stopped(out);
-                    out.push(Effect::Close(run));
-                    return Ok(Did::Stopped);
-                }
-            }
+            Fact::Park => return self.park(out),
             Fact::Restart => return self.restart(out),
             Fact::Interrupt => return Ok(self.interrupt(out)),
             Fact::Drain => {
@@ -580,6 +579,12 @@ impl<R: RunRef> Machine<R> {
                 } else if self.turn.is_none() && self.has_work() && !self.paused {
                     self.begin_turn(out);
                 }
+            }
+            #[cfg(feature = "model")]
+            Phase::Streaming { .. }
+                if self.has_work() && crate::model::is_planted(crate::model::Planted::DrainBeforeReady) =>
+            {
+                self.begin_turn(out);
             }
             Phase::Starting | Phase::Streaming { .. } | Phase::Stopping { .. } => {}
         }
@@ -697,11 +702,12 @@ impl<R: RunRef> Machine<R> {
         if !was_starting && !self.is_current(run) {
             return Ok(());
         }
-        let asked = self.closing || self.stop_remembered;
+        let asked = self.closing || self.stop_remembered || self.park_remembered || self.draining;
         self.lifecycle.move_to(Phase::Idle)?;
         self.starting = None;
         self.closing = false;
         self.stop_remembered = false;
+        self.park_remembered = false;
         self.interrupt_remembered = false;
         out.push(Effect::SlotFree);
         if let Some(turn) = self.agent_turn.take() {
@@ -839,6 +845,28 @@ impl<R: RunRef> Machine<R> {
         // What is behind a place under way may have become the front.
         self.advance(out)?;
         Ok(if did { Did::Stopped } else { Did::Nothing })
+    }
+
+    fn park(&mut self, out: &mut Vec<Effect<R>>) -> Result<Did, InvariantError> {
+        match self.phase().clone() {
+            Phase::Ready { run } | Phase::Streaming { run } => {
+                let cleared = self.clear_queue(out);
+                self.mark_stopped(out);
+                let closes = !std::mem::replace(&mut self.closing, true);
+                if closes {
+                    out.push(Effect::Close(run));
+                }
+                out.push(Effect::Changed);
+                Ok(if closes || cleared { Did::Stopped } else { Did::Nothing })
+            }
+            Phase::Starting => {
+                self.clear_queue(out);
+                self.park_remembered = true;
+                out.push(Effect::Changed);
+                Ok(Did::Stopped)
+            }
+            Phase::Idle | Phase::Stopping { .. } => self.stop(out),
+        }
     }
 
     fn restart(&mut self, out: &mut Vec<Effect<R>>) -> Result<Did, InvariantError> {

@@ -72,12 +72,13 @@ pub fn send(registry: &Arc<Registry>, word: &Word, draft: Draft) -> Result<Sent>
     {
         return answer.map(Sent::Repeat).map_err(|_| conflict(claim));
     }
+    // Before a conversation is coined: a refused send leaves nothing behind.
+    let seeded = seeds(&draft.seeds)?;
     let session = registry.for_send(word)?;
     if session.kind != Kind::Chat {
         return Err(Error::new(Code::ThreadSession, format!("{} is the conversation of a thread", session.id())));
     }
     ensure_resumable(&session)?;
-    let seeded = seeds(&draft.seeds)?;
     registry.keep(&session);
     if let Some(features) = seeded {
         let mut state = session.state();
@@ -279,7 +280,7 @@ fn after_commit(session: &Session) -> Result<()> {
 /// `cannot_record` when the journal takes nothing; nothing was stopped then.
 pub fn stop(session: &Arc<Session>) -> Result<Did> {
     let places = session.reserve(4)?;
-    let did = session.apply_with(Fact::Stop, Some(places));
+    let did = session.apply_with(session.way_to_close(), Some(places));
     after_commit(session)?;
     Ok(did)
 }
@@ -378,8 +379,12 @@ impl Session {
         if let Ok(place) = self.context.journal.reserve_for_outcome(1) {
             state.row_kept = true;
             let row = super::registry::row_of(&self.kind, &state);
-            let unit = Unit { changes: vec![Change::Session(row)], events: vec![] };
-            self.context.journal.owe(unit, place, Box::new(|_| ()));
+            let mut changes = vec![Change::Session(row)];
+            if state.features != Features::default() {
+                let json = serde_json::to_string(&state.features).unwrap_or_default();
+                changes.push(Change::Features { session: state.id.clone(), json });
+            }
+            self.context.journal.owe(Unit { changes, events: vec![] }, place, Box::new(|_| ()));
         }
     }
 

@@ -22,7 +22,7 @@ use crate::inbox::{self, Message};
 use crate::journal::{Change, KeptEvent, Places, SessionRow, Unit};
 use crate::lifecycle::PhaseKind;
 use crate::lifecycle::machine::{Did, Effect, EndHow, Fact, Machine, RunRef, Seen};
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sync::{Condvar, Held, Watched, WatchedGuard};
 
 /// Records a turn needs after it was dispatched, at most: marked as stopped, ended, features, agent gone.
 const PLACES_PER_TURN: usize = 4;
@@ -74,6 +74,8 @@ pub struct State {
     pub responses: Responses,
     /// Those found so far.
     pub given: Vec<String>,
+    /// The run that is being started, for the end of the server.
+    pub starting: Option<Run>,
     /// Why the last start failed, until one succeeds.
     pub start_error: Option<String>,
     /// The journal has a row of it.
@@ -85,6 +87,14 @@ pub struct State {
     phase_told: (PhaseKind, usize),
 }
 
+impl State {
+    /// Its run may be closed to make room or because nobody used it: nothing is under way, owed or pinned.
+    #[must_use]
+    pub fn may_be_closed(&self) -> bool {
+        self.machine.is_evictable() && self.pins == 0 && self.tasks.is_empty()
+    }
+}
+
 /// One conversation.
 pub struct Session {
     /// What it works with.
@@ -92,8 +102,9 @@ pub struct Session {
     /// Which door it belongs to.
     pub kind: Kind,
     me: Weak<Session>,
+    first_id: SessionId,
     /// The lock called `state` in the table of `lib.rs`.
-    state: Mutex<State>,
+    state: Watched<State>,
     /// Waiters for the end of a turn; notified after every fact.
     changed: Condvar,
 }
@@ -103,6 +114,8 @@ enum Late {
     Reconcile,
     Start(RunNo, SessionId, bool),
     LookUp(TurnId, Vec<MessageUuid>),
+    Watch(PhaseKind, UnixMs),
+    ForgetFrames,
     RetryIn(u64),
     Features(String),
 }
@@ -126,40 +139,66 @@ impl Session {
             context,
             kind,
             me: me.clone(),
-            state: Mutex::new(State {
-                machine,
-                id: row.session.clone(),
-                since_ms: clock::now_ms(),
-                last_used_ms: row.last_used_ms,
-                created_ms: row.created_ms,
-                label: row.label.clone(),
-                resumable,
-                features,
-                tasks: std::collections::HashSet::new(),
-                pins: 0,
-                said: String::new(),
-                preamble: None,
-                commits: 0,
-                responses: Responses::default(),
-                given: Vec::new(),
-                start_error: None,
-                row_kept: false,
-                end: None,
-                spare: None,
-                phase_told: (PhaseKind::Idle, 0),
-            }),
+            first_id: row.session.clone(),
+            state: Watched::new(
+                "state",
+                State {
+                    machine,
+                    id: row.session.clone(),
+                    since_ms: clock::now_ms(),
+                    last_used_ms: row.last_used_ms,
+                    created_ms: row.created_ms,
+                    label: row.label.clone(),
+                    resumable,
+                    features,
+                    tasks: std::collections::HashSet::new(),
+                    pins: 0,
+                    said: String::new(),
+                    preamble: None,
+                    commits: 0,
+                    responses: Responses::default(),
+                    given: Vec::new(),
+                    starting: None,
+                    start_error: None,
+                    row_kept: false,
+                    end: None,
+                    spare: None,
+                    phase_told: (PhaseKind::Idle, 0),
+                },
+            ),
             changed: Condvar::new(),
         })
     }
 
+    /// It belongs to a thread of an outside channel.
+    #[must_use]
+    pub fn is_thread(&self) -> bool {
+        matches!(self.kind, Kind::Thread(_))
+    }
+
+    /// How its run is closed when nobody needs it, and when a person stops it.
+    #[must_use]
+    pub fn way_to_close(&self) -> Fact<Run> {
+        if self.is_thread() { Fact::Park } else { Fact::Stop }
+    }
+
     /// The lock. Lock order: after the registry's, before any leaf lock.
-    pub fn state(&self) -> MutexGuard<'_, State> {
+    pub fn state(&self) -> WatchedGuard<'_, State> {
         self.state.lock()
     }
 
-    /// The lock, if nobody holds it for long: for dumps.
-    pub fn try_state(&self) -> Option<MutexGuard<'_, State>> {
-        self.state.try_lock_for(std::time::Duration::from_millis(20))
+    /// The lock within `limit`, or who holds it: for dumps.
+    ///
+    /// # Errors
+    /// It is held; by whom, unless it was given back this moment.
+    pub fn try_state(&self, limit: std::time::Duration) -> std::result::Result<WatchedGuard<'_, State>, Option<Held>> {
+        self.state.try_lock_for(limit).ok_or_else(|| self.state.held())
+    }
+
+    /// The id it began with; needs no lock.
+    #[must_use]
+    pub fn first_id(&self) -> &SessionId {
+        &self.first_id
     }
 
     /// Condvar of the lock, notified after every fact.
@@ -215,6 +254,7 @@ impl Session {
             }
         }
         let mut late = Vec::new();
+        let could_go = state.may_be_closed();
         let (effects, did) = state.machine.apply(fact);
         let mut todo: VecDeque<Effect<Run>> = effects.into();
         // A refused dispatch is a fact of its own; one fact follows another at most once, so this ends.
@@ -224,10 +264,25 @@ impl Session {
                 todo.extend(more);
             }
         }
-        if state.machine.current_turn().is_none() {
-            state.spare = None;
+        match &mut state.spare {
+            Some(_) if state.machine.current_turn().is_none() => state.spare = None,
+            // Requests that come again and again in one turn must not take the queue's places away from others.
+            Some(spare) => drop(spare.take(spare.count().saturating_sub(PLACES_PER_TURN))),
+            None => {}
         }
+        let was = state.phase_told.0;
         self.tell_phase(state);
+        let kind = state.phase_told.0;
+        if kind != was && matches!(kind, PhaseKind::Starting | PhaseKind::Stopping) {
+            late.push(Late::Watch(kind, state.since_ms));
+        }
+        if kind != PhaseKind::Starting {
+            state.starting = None;
+        }
+        if !could_go && state.may_be_closed() {
+            // Somebody may wait for the live place of this one.
+            late.push(Late::Reconcile);
+        }
         self.changed.notify_all();
         (Pending(late), did)
     }
@@ -247,6 +302,16 @@ impl Session {
                         registry.look_up(self, turn, messages);
                     }
                 }
+                Late::ForgetFrames => {
+                    if let Some(registry) = self.context.registry() {
+                        registry.forget_frames_later(self);
+                    }
+                }
+                Late::Watch(kind, since_ms) => {
+                    if let Some(registry) = self.context.registry() {
+                        registry.watch_phase(self, kind, since_ms);
+                    }
+                }
                 Late::RetryIn(ms) => {
                     if let Some(registry) = self.context.registry() {
                         registry.retry_in(self, ms);
@@ -264,6 +329,10 @@ impl Session {
         }
         if now.0 != state.phase_told.0 {
             state.since_ms = clock::now_ms();
+        }
+        if now.0 == PhaseKind::Idle {
+            // What ran in the background of an agent ended with it.
+            state.tasks.clear();
         }
         state.phase_told = now;
         // Inside the lock, so that phases are told in their order; listeners of ours would want the lock.
@@ -309,6 +378,7 @@ impl Session {
                     failed_event(&state.id, &turn, &[], "the agent ended in the middle of a turn of its own", false)
                 };
                 self.context.turns.end(&turn, None);
+                late.push(Late::ForgetFrames);
                 self.owe(state, Unit { changes: vec![], events: vec![event] });
                 if with_result {
                     late.push(Late::Features(std::mem::take(&mut state.said)));
@@ -344,6 +414,10 @@ impl Session {
                     self.owe(state, Unit { changes: vec![], events: vec![event] });
                 }
                 state.start_error = Some(error);
+                if !will_retry && matches!(self.kind, Kind::Thread(_)) {
+                    // Somebody waits for the answer, and the threads behind it wait too: answered as failed.
+                    return Some(Fact::Stop);
+                }
             }
             Effect::RetryIn(ms) => late.push(Late::RetryIn(ms)),
             Effect::Changed => {}
@@ -515,6 +589,7 @@ impl Session {
             }));
         }
         self.context.turns.end(&turn, error);
+        late.push(Late::ForgetFrames);
         self.owe(state, Unit { changes, events });
     }
 
@@ -533,11 +608,21 @@ impl Session {
             box_dir: self.context.config.box_dir.clone(),
             env: self.context.agent_env.clone(),
             agent_mark: super::recover::mark(&self.context.config.box_dir, &id),
+            allow_tools: self.context.config.allow_tools,
         };
-        if let Err(e) = Run::start(spec, Arc::new(Listener::new(self.clone(), run))) {
-            // No thread to be had: as if the agent could not be started.
-            let error = Some(e.text().to_owned());
-            self.apply_reserved(Fact::RunEnded { run, spoke: false, error, hopeless: false });
+        match Run::start(spec, Arc::new(Listener::new(self.clone(), run))) {
+            Ok(handle) => {
+                let mut state = self.state.lock();
+                // It may be further than that already; then the machine has the handle.
+                if state.machine.phase().kind() == PhaseKind::Starting {
+                    state.starting = Some(handle);
+                }
+            }
+            Err(e) => {
+                // No thread to be had: as if the agent could not be started.
+                let error = Some(e.text().to_owned());
+                self.apply_reserved(Fact::RunEnded { run, spoke: false, error, hopeless: false });
+            }
         }
     }
 
@@ -584,7 +669,7 @@ impl Session {
         let _at = crate::threads::doing(crate::threads::Doing::WaitTurn);
         let mut state = self.state.lock();
         while !met(&state) {
-            if self.changed.wait_until(&mut state, deadline).timed_out() {
+            if state.wait_until(&self.changed, deadline) {
                 return met(&state);
             }
         }

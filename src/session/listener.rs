@@ -54,7 +54,8 @@ impl Listener {
     fn run_prepare_hook(&self, id: &SessionId) {
         let context = &self.session.context;
         let Some(command) = &context.config.prepare else { return };
-        match crate::agent::hook::run(command, &context.config.box_dir, Instant::now() + PREPARE_LIMIT) {
+        match crate::agent::hook::run(command, &context.config.box_dir, Instant::now() + PREPARE_LIMIT, &context.hooks)
+        {
             Ok(()) => {}
             Err(e) => log::warn!("session {id}: prepare hook: {e}"),
         }
@@ -127,8 +128,9 @@ impl RunListener for Listener {
                 session.context.bus.publish("chat-turn", &ChatTurn { session_id: &id, turn_id: &turn, seq, msg: &raw });
             }
             RunFact::Task(task) => {
-                let id = {
+                let (id, may_go_now) = {
                     let mut state = session.state();
+                    let could_go = state.may_be_closed();
                     if let Some(task_id) = task["taskId"].as_str() {
                         if task["settled"].as_bool() == Some(true) {
                             state.tasks.remove(task_id);
@@ -136,8 +138,11 @@ impl RunListener for Listener {
                             state.tasks.insert(task_id.to_owned());
                         }
                     }
-                    state.id.clone()
+                    (state.id.clone(), !could_go && state.may_be_closed())
                 };
+                if may_go_now && let Some(registry) = session.context.registry() {
+                    registry.reconcile(session);
+                }
                 session.context.bus.publish("chat-task", &json!({"sessionId": id, "task": task}));
             }
             RunFact::SessionId { id, cleared } => self.follow(id, cleared),

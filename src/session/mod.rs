@@ -42,6 +42,8 @@ pub struct Context {
     pub leftovers: recover::Leftovers,
     /// An agent of this box was seen to keep our uuids in its transcript.
     pub keeps_uuids: AtomicBool,
+    /// Ends prepare hooks when the server goes down.
+    pub hooks: crate::agent::hook::Cancel,
     /// The registry, once it exists; sessions ask it for live places.
     pub registry: OnceLock<Weak<registry::Registry>>,
     next_run: AtomicU64,
@@ -71,6 +73,7 @@ impl Context {
             turns: turns::TurnBuffers::default(),
             leftovers,
             keeps_uuids: AtomicBool::new(keeps_uuids),
+            hooks: crate::agent::hook::Cancel::default(),
             registry: OnceLock::new(),
             next_run: AtomicU64::new(1),
         }

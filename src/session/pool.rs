@@ -16,7 +16,7 @@ use crate::clock;
 use crate::error::{Code, Error, Result};
 use crate::ids::{MessageUuid, SessionId};
 use crate::inbox::Image;
-use crate::journal::{Change, Claim, KeptEvent, Unit, content_hash};
+use crate::journal::{Change, Claim, ClaimAnswer, KeptAnswer, KeptEvent, Unit, content_hash};
 use crate::lifecycle::PhaseKind;
 use crate::lifecycle::machine::Fact;
 use crate::sync::{Condvar, Mutex};
@@ -37,6 +37,13 @@ pub struct Answer {
     pub success: bool,
     /// The session that answered.
     pub session_id: SessionId,
+}
+
+impl Answer {
+    fn kept(kept: &KeptAnswer, session_id: SessionId) -> Self {
+        let responses = serde_json::from_str(&kept.responses_json).unwrap_or_default();
+        Self { responses, success: kept.success, session_id }
+    }
 }
 
 /// A message of an outside channel.
@@ -110,27 +117,35 @@ impl Pool {
             .message_id
             .clone()
             .map(|id| Claim { id, hash: content_hash(&message.message, none, &[message.thread.as_str()]) });
-        if let Some(answer) = self.kept_answer(claim.as_ref(), deadline)? {
+        if let Some(answer) = self.kept_answer(claim.as_ref())? {
             return Ok(answer);
         }
-        let (session, uuid) = {
-            let _turnstile = self.wait_in_line(deadline)?;
-            let session = self.activate(&message, deadline)?;
-            let draft = Draft {
-                text: message.message.clone(),
-                images: Vec::new(),
-                message_id: message.message_id.clone(),
-                seeds: Vec::new(),
-            };
-            match chat::accept(&session, draft, claim.clone(), Some(message.thread.clone()))? {
-                Sent::Accepted { message: uuid, .. } => {
-                    self.registry.recorded(&session);
-                    self.count(&message, &session);
-                    (session, uuid)
-                }
-                Sent::Repeat(first) => (self.registry.find(&first.session)?, first.message_uuid),
+        let turnstile = self.wait_in_line(deadline)?;
+        // The first send of this messageId may have been in the line before us.
+        if let Some(answer) = self.kept_answer(claim.as_ref())? {
+            return Ok(answer);
+        }
+        let session = self.activate(&message, deadline)?;
+        let draft = Draft {
+            text: message.message.clone(),
+            images: Vec::new(),
+            message_id: message.message_id.clone(),
+            seeds: Vec::new(),
+        };
+        let sent = chat::accept(&session, draft, claim, Some(message.thread.clone()));
+        if !matches!(sent, Ok(Sent::Accepted { .. })) {
+            self.registry.forget_unrecorded(&session);
+        }
+        let uuid = match sent? {
+            Sent::Accepted { message: uuid, .. } => uuid,
+            Sent::Repeat(first) => {
+                drop(turnstile);
+                return self.answer_of(&first);
             }
         };
+        self.registry.recorded(&session);
+        self.count(&message, &session);
+        // The turnstile is held until the answer is kept: the next one in line sees what a failed turn changed.
         let answer = wait_for_answer(&session, &uuid)?;
         if !answer.success {
             self.begin_afresh(&message.thread, &session.id());
@@ -138,8 +153,17 @@ impl Pool {
         Ok(answer)
     }
 
+    /// The answer a message got, or will get.
+    fn answer_of(&self, first: &ClaimAnswer) -> Result<Answer> {
+        // Looked for without its session: a crash may have left the answer and nothing else.
+        if let Some(kept) = self.registry.context().journal.thread_answer(&first.message_uuid)? {
+            return Ok(Answer::kept(&kept, self.registry.current_id(&first.session)));
+        }
+        wait_for_answer(&self.registry.find(&first.session)?, &first.message_uuid)
+    }
+
     /// The answer of a repeat: kept, or still being made.
-    fn kept_answer(&self, claim: Option<&Claim>, _deadline: Instant) -> Result<Option<Answer>> {
+    fn kept_answer(&self, claim: Option<&Claim>) -> Result<Option<Answer>> {
         let Some(claim) = claim else { return Ok(None) };
         let journal = &self.registry.context().journal;
         let first = match journal.claim_answer(claim)? {
@@ -150,8 +174,7 @@ impl Pool {
                 return Err(Error::new(Code::ContentConflict, text));
             }
         };
-        let session = self.registry.find(&first.session)?;
-        wait_for_answer(&session, &first.message_uuid).map(Some)
+        self.answer_of(&first).map(Some)
     }
 
     fn wait_in_line(&self, deadline: Instant) -> Result<Turnstile<'_>> {
@@ -160,6 +183,11 @@ impl Pool {
         line.next_ticket += 1;
         line.waiting.push_back(ticket);
         let turnstile = Turnstile { pool: self, ticket };
+        #[cfg(feature = "model")]
+        if crate::model::is_planted(crate::model::Planted::ParkWithoutWaiting) {
+            drop(line);
+            return Ok(turnstile);
+        }
         while line.waiting.front() != Some(&ticket) {
             let _at = doing(Doing::WaitPlace);
             if self.moved.wait_until(&mut line, deadline).timed_out() && line.waiting.front() != Some(&ticket) {
@@ -190,7 +218,12 @@ impl Pool {
             let record = line.records.get(&message.thread);
             (line.active.clone(), record.and_then(|r| r.session_for(now)).cloned())
         };
+        #[cfg(feature = "model")]
+        let waits = !crate::model::is_planted(crate::model::Planted::ParkWithoutWaiting);
+        #[cfg(not(feature = "model"))]
+        let waits = true;
         if let Some(active) = &active
+            && waits
             && !active.wait_until_settled(deadline)
         {
             return Err(self.busy());
@@ -311,13 +344,12 @@ fn wait_for_answer(session: &Arc<Session>, message: &MessageUuid) -> Result<Answ
     loop {
         let commits = session.state().commits;
         if let Some(kept) = journal.thread_answer(message)? {
-            let responses = serde_json::from_str(&kept.responses_json).unwrap_or_default();
-            return Ok(Answer { responses, success: kept.success, session_id: session.id() });
+            return Ok(Answer::kept(&kept, session.id()));
         }
         let _at = doing(Doing::WaitTurn);
         let mut state = session.state();
         while state.commits == commits {
-            session.changed().wait(&mut state);
+            state.wait(session.changed());
         }
     }
 }

@@ -19,7 +19,7 @@ use crate::ids::{MessageUuid, SessionId, TurnId};
 use crate::journal::{Change, KeptEvent, Recovered, SessionRow, Unit};
 use crate::lifecycle::PhaseKind;
 use crate::lifecycle::machine::{Fact, Machine, OwedTurn};
-use crate::sync::{Condvar, Mutex, Sender, unbounded};
+use crate::sync::{Condvar, Held, Mutex, Sender, Watched, unbounded};
 use crate::threads::{self, Doing, Name, OnPanic, Thread, doing};
 
 /// File that keeps the box's own conversation.
@@ -94,6 +94,17 @@ struct Map {
 struct Timer {
     at: Instant,
     session: Weak<Session>,
+    what: Due,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Due {
+    /// A pause of the session is over.
+    Retry,
+    /// The frames of its turn were kept long enough.
+    Forget,
+    /// The session should have left this phase, entered then.
+    Left(PhaseKind, UnixMs),
 }
 
 impl PartialEq for Timer {
@@ -130,11 +141,15 @@ struct LookUp {
 pub struct Registry {
     context: Arc<Context>,
     /// The lock called `sessions` in the table of `lib.rs`.
-    sessions: Mutex<Map>,
+    sessions: Watched<Map>,
+    /// Every conversation object that lives, for dumps: beside the map, so that a stuck map hides none. A leaf lock.
+    all: Mutex<Vec<Weak<Session>>>,
     clock: Mutex<Clock>,
     clock_changed: Condvar,
     look_ups: Mutex<Option<Sender<LookUp>>>,
     threads: Mutex<Vec<Thread>>,
+    /// Held while the two state files are written, so that an older state never replaces a newer one.
+    files: Mutex<()>,
 }
 
 impl Registry {
@@ -175,11 +190,13 @@ impl Registry {
         let (to_look_up, jobs) = unbounded::<LookUp>();
         let registry = Arc::new(Self {
             context: context.clone(),
-            sessions: Mutex::new(map),
+            all: Mutex::new(map.by_id.values().map(Arc::downgrade).collect()),
+            sessions: Watched::new("sessions", map),
             clock: Mutex::default(),
             clock_changed: Condvar::new(),
             look_ups: Mutex::new(Some(to_look_up)),
             threads: Mutex::default(),
+            files: Mutex::new(()),
         });
         if context.registry.set(Arc::downgrade(&registry)).is_err() {
             return Err(Error::internal("a context has one registry"));
@@ -258,6 +275,7 @@ impl Registry {
             None => return Err(Error::new(Code::UnknownSession, format!("no conversation has the id {id}"))),
         };
         let session = make(&self.context, &row, Machine::default(), map.kept_features.get(&canonical));
+        self.list_for_dumps(&session);
         map.by_id.insert(canonical, session.clone());
         Ok(session)
     }
@@ -304,7 +322,8 @@ impl Registry {
                 let fresh = self.coin(Kind::Chat);
                 let id = fresh.id();
                 let mut map = self.sessions.lock();
-                if let Some(session) = map.main.as_ref().and_then(|m| map.by_id.get(m)).cloned() {
+                let met = map.main.as_ref().map(|m| Self::canonical(&map, m));
+                if let Some(session) = met.and_then(|m| map.by_id.get(&m)).cloned() {
                     return Ok(session);
                 }
                 map.main = Some(id.clone());
@@ -322,7 +341,9 @@ impl Registry {
             Kind::Thread(thread) => Some(thread.clone()),
         };
         let row = fresh_row(&SessionId::fresh(), thread);
-        make(&self.context, &row, Machine::default(), None)
+        let session = make(&self.context, &row, Machine::default(), None);
+        self.list_for_dumps(&session);
+        session
     }
 
     /// Puts a conversation on the map, before its first message is recorded.
@@ -373,7 +394,9 @@ impl Registry {
     pub fn forget_main(&self, id: &SessionId) {
         let forgot = {
             let mut map = self.sessions.lock();
-            map.main.take_if(|m| m == id).is_some()
+            // The file may still have an older id of it.
+            let is_main = map.main.as_ref().is_some_and(|m| Self::canonical(&map, m) == *id);
+            is_main && map.main.take().is_some()
         };
         if forgot {
             self.write_files();
@@ -440,11 +463,24 @@ impl Registry {
         rows
     }
 
-    /// Every conversation object, for the dump and the metrics; `None` when the lock is held too long.
+    /// Every conversation object, for dumps and metrics. Takes a lock that is never held for longer than a push.
     #[must_use]
-    pub fn try_all(&self) -> Option<Vec<Arc<Session>>> {
-        let map = self.sessions.try_lock_for(Duration::from_millis(100))?;
-        Some(map.by_id.values().cloned().collect())
+    pub fn all(&self) -> Vec<Arc<Session>> {
+        self.all.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Who holds the lock of the map now. Takes no lock.
+    #[must_use]
+    pub fn held(&self) -> Option<Held> {
+        self.sessions.held()
+    }
+
+    fn list_for_dumps(&self, session: &Arc<Session>) {
+        let mut all = self.all.lock();
+        if all.len() == all.capacity() {
+            all.retain(|s| s.strong_count() > 0);
+        }
+        all.push(Arc::downgrade(session));
     }
 
     // ---- live places ----
@@ -485,25 +521,25 @@ impl Registry {
         if map.draining {
             return None;
         }
-        let place = map.waiting.iter().position(|s| matches!(s.kind, Kind::Thread(_)));
-        let live_chats = map.live.iter().filter(|s| s.kind == Kind::Chat).count();
         // The pool's one run is beside the cap.
-        let at = match place {
-            Some(at) => at,
-            None if map.waiting.is_empty() => return None,
-            None if live_chats < self.context.config.live_max => 0,
-            None => {
-                // One that is going makes room already.
-                let going = map.live.iter().any(|s| {
-                    let state = s.state();
-                    state.machine.is_closing()
-                });
-                if going {
-                    return None;
-                }
-                return self.evict_one(&map);
+        for (is_thread, cap) in [(true, 1), (false, self.context.config.live_max)] {
+            let Some(at) = map.waiting.iter().position(|s| s.is_thread() == is_thread) else { continue };
+            if map.live.iter().filter(|s| s.is_thread() == is_thread).count() < cap {
+                return self.grant(&mut map, at);
             }
-        };
+            // One that is going makes room already.
+            let mut of_kind = map.live.iter().filter(|s| s.is_thread() == is_thread);
+            if of_kind.any(|s| s.state().machine.is_closing()) {
+                continue;
+            }
+            if let Some(evicted) = self.evict_one(&map, is_thread) {
+                return Some(evicted);
+            }
+        }
+        None
+    }
+
+    fn grant(&self, map: &mut Map, at: usize) -> Option<(Arc<Session>, Pending)> {
         let session = map.waiting.remove(at)?;
         let run = self.context.next_run();
         let mut state = session.state();
@@ -516,26 +552,25 @@ impl Registry {
         Some((session, pending))
     }
 
-    fn evict_one(&self, map: &Map) -> Option<(Arc<Session>, Pending)> {
+    fn evict_one(&self, map: &Map, is_thread: bool) -> Option<(Arc<Session>, Pending)> {
         let mut candidates: Vec<(UnixMs, &Arc<Session>)> = map
             .live
             .iter()
-            .filter(|s| s.kind == Kind::Chat)
+            .filter(|s| s.is_thread() == is_thread)
             .filter_map(|s| {
                 let state = s.state();
-                (state.machine.is_evictable() && state.pins == 0 && state.tasks.is_empty())
-                    .then_some((state.last_used_ms, s))
+                state.may_be_closed().then_some((state.last_used_ms, s))
             })
             .collect();
         candidates.sort_by_key(|(used, _)| *used);
         let session = candidates.first().map(|(_, s)| (*s).clone())?;
         let mut state = session.state();
-        // Looked at again: between two takings of its lock a message may have come.
-        if !state.machine.is_evictable() {
+        // Looked at again: between two takings of its lock a message may have come. Then the end of that turn asks anew.
+        if !state.may_be_closed() {
             return None;
         }
         log::info!("session {}: closed to make room", state.id);
-        let (pending, _) = session.apply_locked(&mut state, Fact::Stop, None);
+        let (pending, _) = session.apply_locked(&mut state, session.way_to_close(), None);
         drop(state);
         Some((session, pending))
     }
@@ -590,11 +625,28 @@ impl Registry {
 
     /// Reports [`Fact::RetryDue`] to the session after `ms` milliseconds.
     pub fn retry_in(&self, session: &Arc<Session>, ms: u64) {
-        self.clock
-            .lock()
-            .timers
-            .push(Timer { at: Instant::now() + Duration::from_millis(ms), session: Arc::downgrade(session) });
-        self.clock_changed.notify_all();
+        self.at(session, Duration::from_millis(ms), Due::Retry);
+    }
+
+    /// Has the frames of a turn that just ended forgotten in time.
+    pub fn forget_frames_later(&self, session: &Arc<Session>) {
+        self.at(session, super::turns::KEPT_AFTER_END, Due::Forget);
+    }
+
+    /// Has a dump logged if the session is still in the phase it entered at `since_ms` when `stuck-s` is over.
+    pub fn watch_phase(&self, session: &Arc<Session>, kind: PhaseKind, since_ms: UnixMs) {
+        self.at(session, Duration::from_secs(self.context.config.stuck_s), Due::Left(kind, since_ms));
+    }
+
+    fn at(&self, session: &Arc<Session>, after: Duration, what: Due) {
+        let at = Instant::now() + after;
+        let mut clock = self.clock.lock();
+        let is_next = clock.timers.peek().is_none_or(|next| at < next.at);
+        clock.timers.push(Timer { at, session: Arc::downgrade(session), what });
+        drop(clock);
+        if is_next {
+            self.clock_changed.notify_all();
+        }
     }
 
     /// Has the transcript searched for a turn, on the `recover` thread.
@@ -613,16 +665,16 @@ impl Registry {
         let mut todo = Vec::new();
         {
             let map = self.sessions.lock();
-            for session in map.live.iter().filter(|s| s.kind == Kind::Chat) {
+            for session in &map.live {
                 let mut state = session.state();
-                if !state.machine.is_evictable() || state.pins > 0 || !state.tasks.is_empty() {
+                if !state.may_be_closed() {
                     continue;
                 }
                 let idle_since = state.since_ms.max(state.last_used_ms);
                 let left = idle_since.saturating_add(limit_ms) - now;
                 if left <= 0 {
                     log::info!("session {}: closed after {} s without a turn", state.id, limit_ms / 1000);
-                    let (pending, _) = session.apply_locked(&mut state, Fact::Stop, None);
+                    let (pending, _) = session.apply_locked(&mut state, session.way_to_close(), None);
                     drop(state);
                     todo.push((session.clone(), pending));
                 } else {
@@ -639,6 +691,7 @@ impl Registry {
     // ---- files ----
 
     fn write_files(&self) {
+        let _alone = self.files.lock();
         let (main, history) = {
             let map = self.sessions.lock();
             let mut rows: Vec<_> = map.known.values().filter(|r| r.thread.is_none()).cloned().collect();
@@ -683,12 +736,17 @@ impl Registry {
             }
         }
         for session in &all {
-            let run = session.state().machine.phase().run().cloned();
+            let run = {
+                let state = session.state();
+                state.machine.phase().run().or(state.starting.as_ref()).cloned()
+            };
             if let Some(run) = run {
                 session.apply_reserved(Fact::Restart);
                 run.close();
             }
         }
+        // A start that waits for its hook goes on to see that its run is closed.
+        self.context.hooks.cancel();
         let last = Instant::now() + last_limit;
         let gone = wait_until_idle(&all, last.checked_sub(Duration::from_secs(1)).unwrap_or(last));
         let gone = gone || {
@@ -747,7 +805,7 @@ fn wait_until_idle(all: &[Arc<Session>], deadline: Instant) -> bool {
     all.iter().all(|session| {
         let mut state = session.state();
         while state.machine.phase().kind() != PhaseKind::Idle {
-            if session.changed().wait_until(&mut state, deadline).timed_out() {
+            if state.wait_until(session.changed(), deadline) {
                 return state.machine.phase().kind() == PhaseKind::Idle;
             }
         }
@@ -778,16 +836,38 @@ fn look_up(job: &LookUp) {
     job.session.apply_reserved(Fact::LookedUp(job.turn.clone(), seen));
 }
 
+fn tell_if_stuck(session: &Session, kind: PhaseKind, since_ms: UnixMs) {
+    let id = {
+        let state = session.state();
+        if state.machine.phase().kind() != kind || state.since_ms != since_ms {
+            return;
+        }
+        state.id.clone()
+    };
+    let s = session.context.config.stuck_s;
+    crate::dump::alarm(&format!("session {id} has been {} for more than {s} s", kind.word()));
+}
+
+/// Body of the thread `sweep`. Wakes at named times only: a pause that is over, a phase that should be left, the next
+/// session to close, frames to forget, and half the supervisor's watchdog time if it has one.
 fn sweep(registry: &Weak<Registry>) {
+    let watchdog = crate::supervisor::watchdog_interval();
     loop {
         let Some(registry) = registry.upgrade() else { return };
-        let idle_next = Instant::now() + registry.close_idle();
+        let now = Instant::now();
+        // Takes every lock a request takes: who comes by here serves.
+        let mut idle_next = now + registry.close_idle();
+        registry.context.turns.forget_ended();
+        if let Some(every) = watchdog {
+            crate::supervisor::notify("WATCHDOG=1");
+            idle_next = idle_next.min(now + every);
+        }
         let mut due = Vec::new();
         {
             let mut clock = registry.clock.lock();
             let now = Instant::now();
             while clock.timers.peek().is_some_and(|t| t.at <= now) {
-                due.extend(clock.timers.pop().and_then(|t| t.session.upgrade()));
+                due.extend(clock.timers.pop().and_then(|t| Some((t.session.upgrade()?, t.what))));
             }
             if clock.going_down {
                 return;
@@ -798,8 +878,15 @@ fn sweep(registry: &Weak<Registry>) {
                 registry.clock_changed.wait_until(&mut clock, next);
             }
         }
-        for session in due {
-            session.apply(Fact::RetryDue);
+        for (session, what) in due {
+            match what {
+                Due::Retry => {
+                    session.apply(Fact::RetryDue);
+                }
+                Due::Left(kind, since_ms) => tell_if_stuck(&session, kind, since_ms),
+                // The next round does it.
+                Due::Forget => {}
+            }
         }
     }
 }

@@ -63,7 +63,6 @@ impl TurnBuffers {
     /// Opens a buffer; frames of a turn without one are not kept.
     pub fn begin(&self, turn: &TurnId) {
         let mut turns = self.turns.lock();
-        turns.retain(|_, b| b.ended.as_ref().is_none_or(|(at, _)| at.elapsed() < KEPT_AFTER_END));
         if turns.len() >= TURNS_MAX
             && let Some(oldest) =
                 turns.iter().filter_map(|(t, b)| b.ended.as_ref().map(|(at, _)| (*at, t.clone()))).min().map(|(_, t)| t)
@@ -72,6 +71,12 @@ impl TurnBuffers {
         }
         let buffer = turns.entry(turn.clone()).or_default();
         buffer.ended = None;
+    }
+
+    /// Forgets turns whose time is over.
+    pub fn forget_ended(&self) {
+        let over = |buffer: &Buffer| buffer.ended.as_ref().is_some_and(|(at, _)| at.elapsed() >= KEPT_AFTER_END);
+        self.turns.lock().retain(|_, buffer| !over(buffer));
     }
 
     /// Keeps a frame; returns its number.

@@ -362,6 +362,13 @@ fn is_only_plumbing_tags(mut text: &str) -> bool {
     true
 }
 
+/// Where `tag` begins, in whatever case it is written.
+fn find_tag(text: &str, tag: &str) -> Option<usize> {
+    let is_tag =
+        |at: usize| text.as_bytes().get(at..at + tag.len()).is_some_and(|t| t.eq_ignore_ascii_case(tag.as_bytes()));
+    text.match_indices('<').map(|(at, _)| at).find(|at| is_tag(*at))
+}
+
 /// `text` without our `<chat-app …/>` and `<chat-app …>…</chat-app>`; one that does not end stays.
 #[must_use]
 pub fn without_chat_app(text: &str) -> Cow<'_, str> {
@@ -370,13 +377,13 @@ pub fn without_chat_app(text: &str) -> Cow<'_, str> {
     let mut rest = text;
     let mut found = false;
     let mut from = 0;
-    while let Some(start) = rest[from..].find(CHAT_APP).map(|n| n + from) {
+    while let Some(start) = find_tag(&rest[from..], CHAT_APP).map(|n| n + from) {
         let after = &rest[start + CHAT_APP.len()..];
         // Not `<chat-apple>`.
         let named = after.starts_with(|c: char| c.is_whitespace() || c == '>' || c == '/');
         let len = match after.find('>') {
             Some(end) if named && after[..end].ends_with('/') => Some(end + 1),
-            Some(_) if named => after.find(CLOSE).map(|end| end + CLOSE.len()),
+            Some(_) if named => find_tag(after, CLOSE).map(|end| end + CLOSE.len()),
             Some(_) | None => None,
         };
         let Some(len) = len else {

@@ -122,6 +122,7 @@ fn strange_lines_show_what_can_be_shown_and_never_hide_their_neighbours() {
         ("more plumbing", with(r#""<command-name>/x</command-name>\n <command-args></command-args>""#).into(), &[], 0),
         ("words of ours", with(r#""<chat-app box=\"1\"><a/></chat-app>""#).into(), &[], 0),
         ("words of ours among others", with(r#""Hi <chat-app feature=\"a\" value=\"b\"/>there""#).into(), &["Hi there"], 0),
+        ("a tag in other letters", with(r#""x <Chat-App a=\"b\" /> <CHAT-APP>y</chat-APP> z""#).into(), &["x   z"], 0),
         ("an unfinished tag", with(r#""x <chat-app y""#).into(), &["x <chat-app y"], 0),
         ("blank words", with(r#""  \n ""#).into(), &[], 0),
     ];
@@ -256,6 +257,17 @@ fn rubbish() -> impl Strategy<Value = Vec<u8>> {
         cut(other.to_owned()),
     ];
     proptest::collection::vec(part, 0..4).prop_map(|parts| parts.concat().into_iter().filter(|b| *b != b'\n').collect())
+}
+
+#[test]
+fn a_kind_that_ends_behind_the_head_of_a_line_is_judged_alike_wherever_reads_divide_it() {
+    let good = "{\"type\":\"user\",\"message\":{\"content\":\"x\"},\"uuid\":\"good\"}\n";
+    let file = format!("{{\"type\":\"ap{}b\",\"message\":{{\"c{{\"uuid\":}}\n{good}", "y\0".repeat(40));
+    let whole = read(file.as_bytes(), file.len());
+    for piece in [1, 7, 8, 63, 64, 65, 100] {
+        assert_eq!(read(file.as_bytes(), piece), whole, "in pieces of {piece}");
+    }
+    assert_eq!(whole.0.len(), 1);
 }
 
 proptest! {

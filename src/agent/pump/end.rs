@@ -39,6 +39,7 @@ impl Pump {
     pub(super) fn close(&mut self) {
         self.shared.closed.store(true, Ordering::Release);
         if matches!(self.ladder, Ladder::Open) {
+            self.hold_tools();
             self.end_stdin();
             self.ladder = Ladder::StdinEnded(Instant::now() + STDIN_GRACE);
             if crate::faults::planted("run_ended_before_reap") && self.exit.is_none() {
@@ -59,6 +60,13 @@ impl Pump {
         self.end_stdin();
     }
 
+    /// Whom the agent started for the turn under way: when it is gone, nobody could find them any more.
+    fn hold_tools(&mut self) {
+        if let (Some(agent), None, true) = (&self.agent, &self.exit, self.tracker.is_busy()) {
+            self.tools.add(agent.tools());
+        }
+    }
+
     fn end_stdin(&mut self) {
         self.outbox.clear();
         self.due.clear();
@@ -72,6 +80,7 @@ impl Pump {
         let now = Instant::now();
         match self.ladder {
             Ladder::StdinEnded(due) if due <= now && self.exit.is_none() => {
+                self.hold_tools();
                 if let Some(agent) = &self.agent {
                     agent.terminate();
                 }
@@ -126,6 +135,8 @@ impl Pump {
             return;
         };
         self.exit = Some(status);
+        // It had its chance to end them itself.
+        std::mem::take(&mut self.tools).kill();
         self.shared.pid.store(0, Ordering::Release);
         self.close();
         if self.agent.as_ref().is_some_and(|agent| agent.stdout.is_some()) {

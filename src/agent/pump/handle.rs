@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::Pump;
 use crate::agent::{RunListener, RunSpec, Turn};
 use crate::error::{Code, Error, Result};
 use crate::ids::RunNo;
@@ -46,6 +45,8 @@ pub struct Shared {
     /// Milliseconds since `began` at the last message, plus one; 0 before the first.
     last_message: AtomicU64,
     thread: OnceLock<threads::Thread>,
+    #[cfg(feature = "model")]
+    pub(super) woken: (crate::sync::Mutex<bool>, crate::sync::Condvar),
 }
 
 impl Shared {
@@ -120,6 +121,11 @@ impl Shared {
     }
 
     fn wake(&self) {
+        #[cfg(feature = "model")]
+        {
+            *self.woken.0.lock() = true;
+            self.woken.1.notify_all();
+        }
         // Full means that a wake is on its way already.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
@@ -149,11 +155,16 @@ pub fn start(spec: RunSpec, listener: Arc<dyn RunListener>) -> Result<Arc<Shared
         began: Instant::now(),
         last_message: AtomicU64::new(0),
         thread: OnceLock::new(),
+        #[cfg(feature = "model")]
+        woken: Default::default(),
     });
     let name = Name::run(&spec.session);
     let mine = Arc::clone(&shared);
     let thread = threads::spawn(name, WORK_STACK_BYTES, OnPanic::Contain, move || {
-        Pump::new(spec, listener, mine, inbox).run();
+        #[cfg(feature = "model")]
+        super::model::run(&spec, &*listener, &mine, &inbox);
+        #[cfg(not(feature = "model"))]
+        super::Pump::new(spec, listener, mine, inbox).run();
     })
     .map_err(|e| Error::new(Code::AgentUnavailable, format!("no thread for a run: {e}")))?;
     let _ = shared.thread.set(thread);

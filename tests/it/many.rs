@@ -1,0 +1,714 @@
+//! Many conversations on one box: live places, eviction, threads of outside channels and their pool, flags, frames of a
+//! turn, many servers at once, the ends of a server.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use beebox_chatd::load::client::Answer;
+use beebox_chatd::load::proc;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::support::{LIMIT, Options, Server, dispatches, is_end_of, texts};
+
+/// Runs `body` while the live agents of the server are counted again and again; the most there were at one time.
+fn most_agents_during(server: &Server, body: impl FnOnce()) -> usize {
+    let (over, most) = (AtomicBool::new(false), AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                most.fetch_max(server.agents().len(), Ordering::Relaxed);
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        });
+        body();
+        over.store(true, Ordering::Relaxed);
+    });
+    most.into_inner()
+}
+
+fn thread_send(server: &Server, thread: &str, message: &str, id: Option<&str>) -> Answer {
+    let mut body = json!({"thread": thread, "message": message});
+    if let Some(id) = id {
+        body["messageId"] = json!(id);
+    }
+    server.diagnosis().must("an answer to a thread", server.client().limit(LIMIT * 2).post("/api/threads/send", &body))
+}
+
+fn answered(server: &Server, thread: &str, message: &str) -> Value {
+    let answer = thread_send(server, thread, message, None);
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    answer.json()
+}
+
+/// A message that is answered with one response to the thread.
+fn say(text: &str) -> String {
+    format!("{{{{say=\"<chat-response>{text}</chat-response>\"}}}}")
+}
+
+fn wait_turn_began(server: &Server, session: &str) {
+    server.wait_until("a turn in flight", |s| (s.status(session)["phase"] == "streaming").then_some(()));
+}
+
+/// What the agent was given, as it wrote it down.
+fn raw_transcript(server: &Server, session: &str) -> String {
+    std::fs::read_to_string(server.transcript(session).expect("a transcript")).unwrap()
+}
+
+#[test]
+fn simultaneous_first_sends_never_exceed_the_live_cap_and_all_are_answered() {
+    let server = Server::new();
+    let most = most_agents_during(&server, || {
+        let mut events = server.follow();
+        let sent: Vec<_> = std::thread::scope(|scope| {
+            let sends: Vec<_> = (0..8)
+                .map(|n| {
+                    let server = &server;
+                    scope.spawn(move || server.send("new", &format!("{{{{deltas=3 delta_ms=20}}}} number {n}")))
+                })
+                .collect();
+            sends.into_iter().map(|s| s.join().unwrap()).collect()
+        });
+        for accepted in &sent {
+            events.end_of_message(&accepted.message_uuid);
+        }
+        let sessions: BTreeSet<_> = sent.iter().map(|a| a.session_id.as_str()).collect();
+        assert_eq!(sessions.len(), 8);
+    });
+    assert!((1..=2).contains(&most), "{most} agents at one time on a cap of 2");
+}
+
+#[test]
+fn twenty_sessions_on_a_cap_of_two_are_served_in_the_order_of_their_messages() {
+    let server = Server::new();
+    let mut events = server.follow();
+    let most = most_agents_during(&server, || {
+        // Two long turns hold the places, so that the order of the others is the order in which they waited.
+        let first: Vec<_> = (0..2).map(|_| server.send("new", "{{deltas=30 delta_ms=50}} long")).collect();
+        for accepted in &first {
+            wait_turn_began(&server, &accepted.session_id);
+        }
+        let waiting: Vec<_> = (0..18).map(|n| server.send("new", &format!("number {n}"))).collect();
+        for accepted in &waiting {
+            assert_eq!(events.end_of_message(&accepted.message_uuid).event, "chat-complete");
+        }
+        // Two places: one that waited may overtake only its neighbours on the way to its dispatch.
+        let order: Vec<usize> =
+            events.seen().iter().filter_map(|f| waiting.iter().position(|w| dispatches(f, &w.message_uuid))).collect();
+        assert_eq!(order.len(), 18);
+        for (place, number) in order.iter().enumerate() {
+            assert!(place.abs_diff(*number) <= 2, "{order:?}");
+        }
+    });
+    assert_eq!(most, 2);
+}
+
+#[test]
+fn a_turn_that_ends_gives_its_place_to_a_session_that_waits() {
+    let server = Options::default().args(["--live-max", "1"]).start();
+    let mut events = server.follow();
+    let long = server.send("new", "{{deltas=20 delta_ms=40}} long");
+    wait_turn_began(&server, &long.session_id);
+    let waits = server.send("new", "waits for the place");
+    events.end_of_message(&waits.message_uuid);
+    let end = events.turn_end(&long.message_uuid);
+    assert_eq!(end.data["isError"], false, "eviction never interrupts a turn");
+}
+
+#[test]
+fn a_background_task_keeps_its_agent_until_it_settles() {
+    let server = Options::default().args(["--live-max", "1"]).start();
+    let mut events = server.follow();
+    let first = server.send("new", "{{bg_ms=700}} background");
+    events.turn_end(&first.message_uuid);
+    let second = server.send("new", "waits for the task");
+    let own = events.wait_for("the turn of the task", |f| {
+        f.event == "chat-complete" && f.text("sessionId") == first.session_id && f.text("turnId") != first.message_uuid
+    });
+    let dispatched = events.wait_for("the other's turn", |f| dispatches(f, &second.message_uuid));
+    assert!(own.id < dispatched.id, "the task's own turn came before the eviction");
+    events.end_of_message(&second.message_uuid);
+}
+
+#[test]
+fn a_session_with_a_queue_is_not_evicted() {
+    let server = Options::default().args(["--live-max", "1"]).start();
+    let mut events = server.follow();
+    let long = server.send("new", "{{deltas=15 delta_ms=40}} long");
+    wait_turn_began(&server, &long.session_id);
+    let other = server.send("new", "another conversation");
+    let queued = server.send(&long.session_id, "queued behind the long one");
+    let queued_end = events.end_of_message(&queued.message_uuid);
+    let other_end = events.end_of_message(&other.message_uuid);
+    assert!(queued_end.id < other_end.id, "the queue drains into the same run before it may go");
+    assert!(events.kept("chat-queue-cleared").is_empty());
+}
+
+#[test]
+fn an_idle_session_is_closed_and_goes_on_when_it_is_used() {
+    let server = Options::default().args(["--idle-close-s", "1"]).start();
+    let (first, _) = server.converse("new", "hello");
+    server.wait_phase(&first.session_id, "idle");
+    server.wait_until("no agent", |s| s.agents().is_empty().then_some(()));
+    let (second, end) = server.converse(&first.session_id, "and again");
+    assert_eq!((second.session_id, end.event.as_str()), (first.session_id.clone(), "chat-complete"));
+    assert_eq!(texts(&server.history(&first.session_id), "user").len(), 2);
+    answered(&server, "t", &say("x"));
+    server.wait_until("no agent of the pool", |s| s.agents().is_empty().then_some(()));
+    assert_eq!(answered(&server, "t", &say("y"))["responses"], json!(["y"]));
+}
+
+#[test]
+fn status_stop_and_history_answer_while_a_start_is_blocked() {
+    let dir = tempfile::tempdir().unwrap();
+    let gate = dir.path().join("gate");
+    let begun = dir.path().join("begun");
+    let hook = format!("touch {}; while [ ! -e {} ]; do sleep 0.05; done", begun.display(), gate.display());
+    let server = Options::default().args(["--prepare", &hook]).start();
+    let mut events = server.follow();
+    let first = server.send("new", "blocked in its start");
+    server.wait_until("the hook", |_| begun.exists().then_some(()));
+    let session = first.session_id.as_str();
+    assert_eq!(server.status(session)["phase"], "starting");
+    assert_eq!(server.history(session)["total"], 0);
+    let second = server.send(session, "rides the first turn");
+    assert!(second.queued);
+    let page = server.get("/api/debug/threads").text();
+    assert!(page.contains("starting"), "{page}");
+    std::fs::write(&gate, "").unwrap();
+    assert_eq!(events.turn_of(&second.message_uuid), first.message_uuid, "one first turn");
+    events.end_of_message(&first.message_uuid);
+
+    // Once more, and stopped in its start: carried out the moment the start returns.
+    std::fs::remove_file(&gate).unwrap();
+    std::fs::remove_file(&begun).unwrap();
+    let other = server.send("new", "never delivered");
+    server.wait_until("the hook", |_| begun.exists().then_some(()));
+    assert_eq!(server.control("stop", &other.session_id), "stopped");
+    assert_eq!(server.bootstrap(&other.session_id)["pending"], json!([]), "cleared before the answer");
+    std::fs::write(&gate, "").unwrap();
+    server.wait_phase(&other.session_id, "idle");
+    assert!(!events.seen().iter().any(|f| dispatches(f, &other.message_uuid)));
+}
+
+#[test]
+fn two_threads_take_turns_for_a_hundred_messages_each() {
+    let server = Server::new();
+    let most = most_agents_during(&server, || {
+        std::thread::scope(|scope| {
+            for thread in ["anna", "bert"] {
+                let server = &server;
+                scope.spawn(move || {
+                    for n in 0..100 {
+                        let text = format!("{thread} {n}");
+                        let answer = answered(server, thread, &say(&text));
+                        assert_eq!(answer["responses"], json!([text]));
+                        assert_eq!(answer["success"], true);
+                    }
+                });
+            }
+        });
+    });
+    assert_eq!(most, 1, "the pool keeps one active session");
+    let list = server.get_json("/api/threads");
+    let counts: Vec<_> =
+        list["threads"].as_array().unwrap().iter().map(|t| t["messageCount"].as_u64().unwrap()).collect();
+    assert_eq!(counts, [50, 50], "each went on in a fresh session once");
+}
+
+#[test]
+fn a_message_for_another_thread_waits_for_the_turn_in_flight_and_parks_it() {
+    let server = Server::new();
+    let mut events = server.follow();
+    std::thread::scope(|scope| {
+        let slow = scope.spawn(|| {
+            answered(&server, "anna", "{{say=\"<chat-response>slow</chat-response>\" deltas=10 delta_ms=60}}")
+        });
+        events.wait_for("her turn", |f| f.event == "chat-message-dispatched");
+        let other = answered(&server, "bert", &say("other"));
+        assert_eq!(other["responses"], json!(["other"]));
+        assert_eq!(slow.join().unwrap()["responses"], json!(["slow"]));
+    });
+    assert_eq!(server.get_json("/api/threads")["active"], "bert");
+    let responses: Vec<_> = {
+        events.wait_for("his response", |f| f.event == "thread-response" && f.text("thread") == "bert");
+        events.kept("thread-response").iter().map(|f| f.text("text").to_owned()).collect()
+    };
+    assert_eq!(responses, ["slow", "other"]);
+}
+
+#[test]
+fn a_repeat_of_a_thread_message_gets_the_kept_answer_also_after_a_restart() {
+    let mut server = Server::new();
+    let first = thread_send(&server, "anna", &say("once"), Some("m-1"));
+    assert_eq!(first.status, 200, "{}", first.text());
+    assert_eq!(thread_send(&server, "anna", &say("once"), Some("m-1")).json(), first.json());
+    assert_eq!(thread_send(&server, "anna", &say("twice"), Some("m-1")).status, 409, "other content");
+    assert_eq!(server.terminate().code(), Some(0));
+    server.restart();
+    assert_eq!(thread_send(&server, "anna", &say("once"), Some("m-1")).json(), first.json());
+    let session = first.json()["sessionId"].as_str().unwrap().to_owned();
+    let next = answered(&server, "anna", &say("goes on"));
+    assert_eq!(next["sessionId"], session.as_str(), "the thread's session outlives the server");
+    let list = server.get_json("/api/threads");
+    assert_eq!(list["threads"][0]["messageCount"], 2, "{list}");
+}
+
+#[test]
+fn a_repeat_that_comes_during_the_turn_shares_its_answer() {
+    let server = Server::new();
+    let mut events = server.follow();
+    let text = "{{say=\"<chat-response>shared</chat-response>\" deltas=10 delta_ms=60}}";
+    std::thread::scope(|scope| {
+        let sends: Vec<_> = (0..3).map(|_| scope.spawn(|| thread_send(&server, "anna", text, Some("m-1")))).collect();
+        for send in sends {
+            let answer = send.join().unwrap();
+            assert_eq!(answer.json()["responses"], json!(["shared"]), "{}", answer.text());
+        }
+    });
+    events.wait_for("the response", |f| f.event == "thread-response");
+    assert_eq!(events.kept("thread-message").len(), 1, "recorded once");
+}
+
+#[test]
+fn a_chat_send_into_the_conversation_of_a_thread_is_refused() {
+    let server = Server::new();
+    let session = answered(&server, "anna", &say("hi"))["sessionId"].as_str().unwrap().to_owned();
+    let refused = server.try_send(&session, "hello", None, &[]).unwrap_err();
+    assert_eq!((refused.status, refused.code().as_str()), (409, "thread_session"));
+    let listed = server.get_json("/api/chat/sessions");
+    assert!(!listed.to_string().contains(&session), "a thread's session is not in the list: {listed}");
+}
+
+#[test]
+fn a_thread_goes_on_in_a_fresh_session_after_fifty_messages() {
+    let server = Server::new();
+    let sessions: Vec<String> = (0..51)
+        .map(|n| answered(&server, "anna", &say(&n.to_string()))["sessionId"].as_str().unwrap().to_owned())
+        .collect();
+    assert!(sessions[..50].iter().all(|s| *s == sessions[0]));
+    assert_ne!(sessions[50], sessions[0]);
+}
+
+#[test]
+fn a_thread_turn_that_ends_in_error_resets_its_session() {
+    let server = Server::new();
+    let good = answered(&server, "anna", &say("good"));
+    let bad = answered(&server, "anna", "{{error}} fails");
+    assert_eq!((&bad["success"], &bad["sessionId"]), (&json!(false), &good["sessionId"]));
+    let fresh = answered(&server, "anna", &say("fresh"));
+    assert_eq!(fresh["success"], true);
+    assert_ne!(fresh["sessionId"], good["sessionId"]);
+}
+
+#[test]
+fn a_message_right_behind_a_failed_turn_goes_to_the_fresh_session() {
+    let server = Server::new();
+    for round in 0..5 {
+        let thread = format!("thread {round}");
+        let mut events = server.follow();
+        std::thread::scope(|scope| {
+            let bad = scope.spawn(|| answered(&server, &thread, "{{error delay_ms=150}} fails"));
+            events.wait_for("its turn", |f| f.event == "chat-message-dispatched");
+            let next = answered(&server, &thread, &say("next"));
+            let bad = bad.join().unwrap();
+            assert_eq!((&bad["success"], &next["success"]), (&json!(false), &json!(true)));
+            assert_ne!(bad["sessionId"], next["sessionId"]);
+        });
+    }
+}
+
+#[test]
+fn a_thread_whose_agent_cannot_start_is_answered_as_failed_and_holds_nobody_up() {
+    let server = Options::default().args(["--agent", "/nonexistent/agent"]).start();
+    let answer = answered(&server, "anna", "hello");
+    assert_eq!(answer["success"], false, "{answer}");
+    assert_eq!(answered(&server, "bert", "hello")["success"], false);
+}
+
+#[test]
+fn a_thread_message_unfinished_at_a_crash_is_told_as_failed_and_never_run_again() {
+    let mut server = Server::new();
+    let mut events = server.follow();
+    let (addr, text) = (server.addr(), "{{hang}} unfinished");
+    let body = json!({"thread": "anna", "message": text, "messageId": "m-1"});
+    let hanging = std::thread::spawn(move || {
+        beebox_chatd::load::client::Client::new(addr).limit(LIMIT).post("/api/threads/send", &body).map(|a| a.status)
+    });
+    let message = events.wait_for("acceptance", |f| f.event == "thread-message");
+    events.wait_for("its turn", |f| f.event == "chat-message-dispatched");
+    let cursor = events.cursor();
+    server.kill9();
+    assert!(hanging.join().unwrap().is_err(), "no answer");
+    server.restart();
+    let mut events = server.follow_from(Some(&cursor));
+    let told = events.wait_for("told as failed", |f| f.event == "chat-turn-failed");
+    assert_eq!(told.data["messageUuids"], json!([message.text("messageUuid")]));
+    assert_eq!(told.data["willRetry"], false);
+    let repeat = thread_send(&server, "anna", text, Some("m-1"));
+    assert_eq!((repeat.status, &repeat.json()["success"]), (200, &json!(false)), "{}", repeat.text());
+    assert_eq!(answered(&server, "anna", &say("goes on"))["responses"], json!(["goes on"]));
+    events.wait_for("its turn", |f| f.event == "chat-message-dispatched");
+    events.wait_for("its end", |f| f.event == "chat-complete");
+    assert_eq!(events.kept("chat-message-dispatched").len(), 1, "only the new message was dispatched");
+}
+
+#[test]
+fn a_stopped_thread_turn_is_answered_as_failed() {
+    let server = Server::new();
+    let mut events = server.follow();
+    std::thread::scope(|scope| {
+        let hanging = scope.spawn(|| answered(&server, "anna", "{{hang}} for ever"));
+        let dispatched = events.wait_for("its turn", |f| f.event == "chat-message-dispatched");
+        wait_turn_began(&server, dispatched.text("sessionId"));
+        assert_eq!(server.control("stop", dispatched.text("sessionId")), "stopped");
+        assert_eq!(hanging.join().unwrap()["success"], false);
+    });
+    assert!(
+        !events.seen().iter().any(|f| f.event == "chat-phase" && f.text("phase") == "stopping"),
+        "parked, not stopped"
+    );
+    assert_eq!(answered(&server, "anna", &say("goes on"))["success"], true);
+}
+
+#[test]
+fn a_tag_in_the_answer_changes_a_feature_after_the_turn_is_over() {
+    let mut server = Server::new();
+    let mut events = server.follow();
+    let sent = server
+        .send("new", r#"{{say="well <chat-app narration=\"on\"/> <Chat-App colour=\"red\" prose=\"maybe\" /> so"}}"#);
+    let session = sent.session_id.clone();
+    let changed = events.wait_for("the change", |f| f.event == "chat-features-changed");
+    assert_eq!(changed.data["features"], json!({"narration": "on", "prose": "on"}));
+    let ready = events
+        .seen()
+        .iter()
+        .rposition(|f| f.event == "chat-phase" && f.text("phase") == "ready")
+        .expect("the phase was told");
+    let told = events.seen().iter().position(|f| f.event == "chat-features-changed").expect("it was told");
+    assert!(ready < told, "busy flips before features");
+    // A listener that reacts to the event is not refused.
+    let body = json!({"session": session, "feature": "prose", "value": "off"});
+    assert_eq!(server.post("/api/chat/features", &body).json()["features"], json!({"narration": "on", "prose": "off"}));
+    for (feature, value) in [("colour", "red"), ("prose", "maybe")] {
+        let body = json!({"session": session, "feature": feature, "value": value});
+        assert_eq!(server.post("/api/chat/features", &body).status, 400);
+    }
+
+    server.converse(&session, "next words");
+    let raw = raw_transcript(&server, &session);
+    assert!(raw.contains(r#"<chat-app narration=\"on\" prose=\"off\" />\nnext words"#), "the agent is told: {raw}");
+    let history = server.history(&session);
+    let shown = texts(&history, "assistant").join("|") + &texts(&history, "user")[1];
+    assert!(!shown.to_lowercase().contains("chat-app"), "neither snapshot nor tag is shown: {shown}");
+
+    assert_eq!(server.terminate().code(), Some(0));
+    server.restart();
+    let kept = server.get_json(&format!("/api/chat/features?session={session}"));
+    assert_eq!(kept["features"], json!({"narration": "on", "prose": "off"}));
+}
+
+#[test]
+fn seeds_of_a_new_conversation_reach_the_agent_and_are_kept() {
+    let mut server = Server::new();
+    let mut events = server.follow();
+    let seeded = |session: &str, seeds: Value| {
+        server.post("/api/chat/send", &json!({"session": session, "message": "hello", "seedFeatures": seeds}))
+    };
+    let bad = seeded("main", json!({"prose": "maybe"}));
+    assert_eq!(bad.status, 400, "{}", bad.text());
+    assert_eq!(server.get_json("/api/chat/bootstrap")["kind"], "empty", "a refused send leaves nothing behind");
+    let answer = seeded("new", json!({"narration": "on"}));
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let session = answer.json()["sessionId"].as_str().unwrap().to_owned();
+    events.end_of_message(answer.json()["messageUuid"].as_str().unwrap());
+    assert!(raw_transcript(&server, &session).contains(r#"<chat-app narration=\"on\" prose=\"on\" />\nhello"#));
+    // Seeds are for a conversation that has not begun.
+    assert_eq!(seeded(&session, json!({"prose": "off"})).status, 200);
+    server.kill9();
+    server.restart();
+    let kept = server.get_json(&format!("/api/chat/features?session={session}"));
+    assert_eq!(kept["features"], json!({"narration": "on", "prose": "on"}));
+}
+
+#[test]
+fn frames_of_a_turn_are_resumed_after_the_last_one_seen() {
+    let server = Server::new();
+    let mut events = server.follow();
+    let sent = server.send("new", "{{deltas=12 delta_ms=30}} frames");
+    events.wait_for("a frame", |f| f.event == "chat-turn");
+    let turn = |after: u64| server.get_json(&format!("/api/chat/turns/{}?after={after}&wait=20000", sent.message_uuid));
+    let (mut after, mut all) = (0, Vec::new());
+    loop {
+        let page = turn(after);
+        assert_eq!(page["gap"], false);
+        for frame in page["frames"].as_array().unwrap() {
+            all.push(frame["seq"].as_u64().unwrap());
+        }
+        after = all.last().copied().unwrap_or(0);
+        if page["complete"] == true {
+            assert_eq!(page["error"], Value::Null);
+            break;
+        }
+    }
+    assert_eq!(all, (1..=after).collect::<Vec<_>>());
+    assert!(after > 12);
+    assert_eq!(server.get("/api/chat/turns/never-was?after=0").status, 404);
+
+    let flood = server.send(&sent.session_id, "{{flood=6000}} many");
+    events.turn_end(&flood.message_uuid);
+    let page = server.get_json(&format!("/api/chat/turns/{}?after=10", flood.message_uuid));
+    assert_eq!((&page["gap"], &page["complete"]), (&json!(true), &json!(true)), "the middle is gone, and that is told");
+    assert!(page["frames"].as_array().unwrap().len() <= 4000);
+}
+
+#[test]
+fn of_twenty_servers_started_on_one_box_exactly_one_serves_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let box_dir = dir.path().join("box");
+    let started: Vec<_> = std::thread::scope(|scope| {
+        let starts: Vec<_> =
+            (0..20).map(|_| scope.spawn(|| Options::default().box_dir(&box_dir).try_start())).collect();
+        starts.into_iter().map(|s| s.join().unwrap()).collect()
+    });
+    let (won, lost): (Vec<_>, Vec<_>) = started.into_iter().partition(Result::is_ok);
+    assert_eq!(won.len(), 1);
+    for refused in lost {
+        let why = refused.err().unwrap().to_string();
+        assert!(why.contains("is served by"), "{why}");
+    }
+    let winner = won.into_iter().next().unwrap().unwrap();
+    assert_eq!(winner.converse("new", "hello").1.event, "chat-complete");
+}
+
+#[test]
+fn a_torn_or_foreign_state_file_is_set_aside_and_the_server_serves() {
+    for content in [&b"{\"sessionId\": \"half"[..], b"\xff\xfe", b"[1,2]", b""] {
+        let dir = tempfile::tempdir().unwrap();
+        let state = dir.path().join("box/.beebox");
+        std::fs::create_dir_all(&state).unwrap();
+        std::fs::write(state.join("chat-session-id.json"), content).unwrap();
+        let server = Options::default().box_dir(&dir.path().join("box")).start();
+        let aside = std::fs::read_dir(&state)
+            .unwrap()
+            .flatten()
+            .find(|e| e.file_name().to_string_lossy().starts_with("chat-session-id.set-aside-"))
+            .expect("kept under another name");
+        assert_eq!(std::fs::read(aside.path()).unwrap(), content);
+        assert!(server.stderr().contains("chat-session-id.json"), "named: {}", server.stderr());
+        let (main, _) = server.converse("main", "hello");
+        assert!(std::fs::read_to_string(state.join("chat-session-id.json")).unwrap().contains(&main.session_id));
+    }
+}
+
+#[test]
+fn sigterm_lets_a_turn_finish_and_keeps_the_queue_for_the_next_server() {
+    let mut server = Server::new();
+    let events = server.follow();
+    let first = server.send("new", "{{deltas=20 delta_ms=50}} finishes");
+    wait_turn_began(&server, &first.session_id);
+    let queued = server.send(&first.session_id, "waits");
+    let waiting = server.send("new", "also waits");
+    let cursor = events.hello.data["epoch"].as_str().map(|epoch| format!("{epoch}.0")).unwrap();
+    assert_eq!(server.terminate().code(), Some(0), "{}", server.stderr());
+    server.restart();
+    let mut events = server.follow_from(Some(&cursor));
+    assert_eq!(events.turn_end(&first.message_uuid).data["isError"], false, "drained");
+    for message in [&queued.message_uuid, &waiting.message_uuid] {
+        assert_eq!(events.end_of_message(message).event, "chat-complete");
+    }
+    let ends = events.seen().iter().filter(|f| is_end_of(f, &queued.message_uuid)).count();
+    assert_eq!(ends, 1);
+}
+
+#[test]
+fn sigterm_during_sends_loses_none_that_was_answered() {
+    let mut server = Server::new();
+    let addr = server.addr();
+    let stop = std::sync::Arc::new(AtomicBool::new(false));
+    let senders: Vec<_> = (0..4)
+        .map(|n| {
+            let stop = stop.clone();
+            std::thread::spawn(move || {
+                let mut accepted = Vec::new();
+                for i in 0.. {
+                    if stop.load(Ordering::Relaxed) {
+                        break;
+                    }
+                    let mut client = beebox_chatd::load::client::Client::new(addr).limit(LIMIT);
+                    match client.send("main", &format!("sender {n} message {i}"), None, &[]) {
+                        Ok(Ok(answer)) => accepted.push(answer.message_uuid),
+                        Ok(Err(_)) | Err(_) => break,
+                    }
+                }
+                accepted
+            })
+        })
+        .collect();
+    server.wait_until("some turns", |s| {
+        (s.get_json("/api/chat/sessions")["sessions"][0]["running"] == true).then_some(())
+    });
+    let status = server.terminate();
+    stop.store(true, Ordering::Relaxed);
+    let accepted: Vec<String> = senders.into_iter().flat_map(|s| s.join().unwrap()).collect();
+    assert_eq!(status.code(), Some(0), "{}", server.stderr());
+    assert!(!accepted.is_empty());
+    server.restart();
+    let main = server.get_json("/api/chat/bootstrap")["sessionId"].as_str().unwrap().to_owned();
+    server.wait_until("everything delivered", |s| (s.bootstrap(&main)["pending"] == json!([])).then_some(()));
+    let delivered = server.bootstrap(&main)["delivered"].to_string();
+    for uuid in accepted {
+        assert!(delivered.contains(&uuid), "{uuid} is missing in {delivered}");
+    }
+}
+
+#[test]
+fn sigterm_during_a_start_ends_in_time_and_the_message_is_delivered_later() {
+    let dir = tempfile::tempdir().unwrap();
+    let begun = dir.path().join("begun");
+    let hook = format!("if [ ! -e {0} ]; then touch {0}; sleep 60; fi", begun.display());
+    let mut server = Options::default().args(["--prepare", &hook, "--drain-s", "0"]).start();
+    let sent = server.send("new", "in its start");
+    server.wait_until("the hook", |_| begun.exists().then_some(()));
+    let began = Instant::now();
+    assert_eq!(server.terminate().code(), Some(0), "{}", server.stderr());
+    assert!(began.elapsed() < Duration::from_secs(25), "far from the hook's minute, also on a busy machine");
+    server.restart();
+    let mut events = server.follow_from(None);
+    if server.bootstrap(&sent.session_id)["pending"] != json!([]) {
+        events.wait_for("its end", |f| is_end_of(f, &sent.message_uuid));
+    }
+    assert_eq!(texts(&server.history(&sent.session_id), "user"), ["in its start"]);
+}
+
+#[test]
+fn a_second_sigterm_skips_the_drain() {
+    let mut server = Options::default().args(["--drain-s", "600"]).start();
+    let sent = server.send("new", "{{hang}} for ever");
+    wait_turn_began(&server, &sent.session_id);
+    proc::signal(server.pid(), Signal::TERM);
+    server.wait_until("it goes down", |s| (s.get("/readyz").status == 503).then_some(()));
+    assert_eq!(server.terminate().code(), Some(0), "{}", server.stderr());
+}
+
+#[test]
+fn requests_that_come_again_and_again_in_a_turn_leave_room_for_other_conversations() {
+    let server = Server::new();
+    let sent = server.send("new", "{{hang ignore=interrupt}} for ever");
+    wait_turn_began(&server, &sent.session_id);
+    let mut client = server.client();
+    let places = || {
+        let page = server.get("/metrics").text();
+        let line = page.lines().find(|l| l.starts_with("beebox_journal_places ")).unwrap().to_owned();
+        line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()
+    };
+    for _ in 0..60 {
+        let answer = client.post("/api/chat/interrupt", &json!({"session": sent.session_id})).unwrap();
+        assert_eq!(answer.status, 200);
+    }
+    assert!(places() < 30, "{} places are held", places());
+}
+
+#[test]
+fn a_start_that_takes_too_long_is_logged_once_with_a_dump() {
+    let dir = tempfile::tempdir().unwrap();
+    let gate = dir.path().join("gate");
+    let hook = format!("while [ ! -e {} ]; do sleep 0.05; done", gate.display());
+    let server = Options::default().args(["--prepare", &hook, "--stuck-s", "1"]).start();
+    let mut events = server.follow();
+    let sent = server.send("new", "blocked");
+    let told = format!("session {} has been starting for more than 1 s", sent.session_id);
+    server.wait_until("the log", |s| s.stderr().contains("push: ").then_some(()));
+    assert_eq!(server.stderr().matches(&told).count(), 1, "{}", server.stderr());
+    assert!(server.stderr().contains("sweep"), "with the threads: {}", server.stderr());
+    std::fs::write(&gate, "").unwrap();
+    events.end_of_message(&sent.message_uuid);
+}
+
+#[test]
+fn a_dump_names_every_thread_and_session_and_shows_no_words_of_theirs() {
+    let mut server = Server::new();
+    let sent = server.send("new", "{{hang}} secret words");
+    wait_turn_began(&server, &sent.session_id);
+    answered(&server, "anna", &say("x"));
+    let page = server.get("/api/debug/threads").text();
+    for wanted in
+        [sent.session_id.as_str(), "streaming", "last message", "of a thread", "gate", "journal", "waits for its agent"]
+    {
+        assert!(page.contains(wanted), "{wanted} is missing in {page}");
+    }
+    assert!(page.contains("locks held for over 1000 ms: 0"), "{page}");
+    assert!(!page.contains("secret"), "{page}");
+    proc::signal(server.pid(), Signal::QUIT);
+    server.wait_until("the dump on stderr", |s| s.stderr().contains("locks held for over 1000 ms: 0").then_some(()));
+    assert!(server.is_running());
+}
+
+#[test]
+fn a_dump_is_answered_while_every_worker_is_busy() {
+    let server = Options::default().args(["--http-workers", "1"]).start();
+    let mut events = server.follow();
+    std::thread::scope(|scope| {
+        for n in 0..3 {
+            let server = &server;
+            scope.spawn(move || {
+                answered(
+                    server,
+                    &format!("t{n}"),
+                    "{{say=\"<chat-response>x</chat-response>\" deltas=20 delta_ms=100}}",
+                )
+            });
+        }
+        events.wait_for("a turn", |f| f.event == "chat-message-dispatched");
+        server.wait_until("a dump of waiting threads", |s| {
+            let page = s.get("/api/debug/threads").text();
+            (page.contains("waits for a turn to end") && page.contains("waits for its place")).then_some(())
+        });
+    });
+}
+
+#[test]
+fn sighup_reads_the_token_file_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("token");
+    let write = |token: &str| {
+        use std::os::unix::fs::PermissionsExt as _;
+        std::fs::write(&file, token).unwrap();
+        std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
+    };
+    let (old, new) = ("a".repeat(40), "b".repeat(40));
+    write(&old);
+    let server = Options::default().args(["--token-file", file.to_str().unwrap()]).bearer(&old).start();
+    let status = |token: &str| server.client().bearer(token).get("/api/chat/sessions").unwrap().status;
+    assert_eq!((status(&old), status(&new)), (200, 401));
+    write("");
+    proc::signal(server.pid(), Signal::HUP);
+    server.wait_until("the bad file is told", |s| s.stderr().contains("the token stays as it was").then_some(()));
+    assert_eq!(status(&old), 200);
+    write(&new);
+    proc::signal(server.pid(), Signal::HUP);
+    server.wait_until("the new token", |_| (status(&new) == 200).then_some(()));
+    assert_eq!(status(&old), 401);
+}
+
+#[test]
+fn the_supervisor_hears_that_the_server_is_ready_lives_and_stops() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("notify");
+    let socket = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+    socket.set_read_timeout(Some(LIMIT)).unwrap();
+    let mut server =
+        Options::default().env("NOTIFY_SOCKET", path.to_str().unwrap()).env("WATCHDOG_USEC", "200000").start();
+    let mut heard = Vec::new();
+    let next = || {
+        let mut bytes = [0; 64];
+        let len = socket.recv(&mut bytes).expect("a word");
+        String::from_utf8(bytes[..len].to_vec()).unwrap()
+    };
+    while heard.iter().filter(|word| *word == "WATCHDOG=1").count() < 3 || !heard.contains(&"READY=1".to_owned()) {
+        heard.push(next());
+    }
+    assert_eq!(server.terminate().code(), Some(0));
+    while next() != "STOPPING=1" {}
+}

@@ -1,0 +1,209 @@
+//! The shipped sessions, registry and pool under a model checker: every schedule is another interleaving of senders, a
+//! person who stops and restarts, agents that die, and the journal. Run by scripts/model-check.
+//!
+//! `SCHEDULES` says how many (2,000). Rule a change could break: the code is the shipped one; only agents, the database
+//! and the transcripts are the checker's (`beebox_chatd::model`).
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests fail loudly")]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use beebox_chatd::archive::Archive;
+use beebox_chatd::bus::Bus;
+use beebox_chatd::config::{Cli, Config};
+use beebox_chatd::ids::{MessageId, SessionId};
+use beebox_chatd::journal::{Journal, Recovered};
+use beebox_chatd::model::{self, Planted, Weather};
+use beebox_chatd::session::Context;
+use beebox_chatd::session::chat::{self, Draft, Sent};
+use beebox_chatd::session::pool::{Pool, ThreadMessage};
+use beebox_chatd::session::recover::Leftovers;
+use beebox_chatd::session::registry::{Registry, Word};
+use clap::Parser as _;
+use shuttle::rand::{Rng as _, thread_rng};
+use shuttle::scheduler::{PctScheduler, RandomScheduler};
+use shuttle::thread;
+
+/// No wait of the model times out; this is only what calls ask for.
+const LONG: Duration = Duration::from_secs(3600);
+
+/// One scenario at a time: the world is one.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn schedules() -> usize {
+    std::env::var("SCHEDULES").ok().map_or(2_000, |n| n.parse().unwrap())
+}
+
+struct House {
+    registry: Arc<Registry>,
+    journal: Journal,
+}
+
+impl House {
+    fn build(config: &Config, weather: Weather, planted: Option<Planted>) -> Self {
+        model::begin(weather, planted);
+        let _ = std::fs::remove_file(config.state_dir().join("chat-session-id.json"));
+        let mut config = config.clone();
+        config.live_max = weather.live_max;
+        let journal = Journal::in_memory().unwrap();
+        let archive = Arc::new(Archive::new(&config.agent_home, &config.box_dir));
+        let bus = Arc::new(Bus::new("epoch", 0));
+        let leftovers = Leftovers::new(Vec::new());
+        let context =
+            Context::new(config, vec!["agent".into()], Vec::new(), journal.clone(), bus, archive, leftovers, true);
+        let registry = Registry::new(Arc::new(context), Recovered::default()).unwrap();
+        registry.resume();
+        Self { registry, journal }
+    }
+
+    /// Everything settles, nobody is left, no place of the journal's queue is kept.
+    fn end(self) {
+        for session in self.registry.all() {
+            assert!(session.wait_until_settled(Instant::now() + LONG));
+            assert!(session.wait_for_idle(Instant::now() + LONG));
+        }
+        assert!(self.registry.shut_down(LONG, &|| false, LONG));
+        assert!(self.journal.shutdown(LONG));
+        assert_eq!(self.journal.places_taken(), 0, "places are given back");
+        model::end();
+    }
+}
+
+fn draft(text: &str, id: Option<&str>) -> Draft {
+    let message_id = id.map(|id| MessageId::parse(id).unwrap());
+    Draft { text: text.into(), images: Vec::new(), message_id, seeds: Vec::new() }
+}
+
+fn send(registry: &Arc<Registry>, word: &Word, text: &str, id: Option<&str>) -> Option<SessionId> {
+    match chat::send(registry, word, draft(text, id)) {
+        Ok(Sent::Accepted { session, .. }) => Some(session),
+        Ok(Sent::Repeat(first)) => Some(first.session),
+        Err(_) => None,
+    }
+}
+
+/// Three conversations on few places, two messages each, one of them the box's own with two first sends at once, while
+/// a person stops, restarts and interrupts.
+fn chats(config: &Config, weather: Weather, planted: Option<Planted>) {
+    let house = House::build(config, weather, planted);
+    let mut threads = Vec::new();
+    for n in 0..2 {
+        let registry = house.registry.clone();
+        threads.push(thread::spawn(move || {
+            if let Some(session) = send(&registry, &Word::New, &format!("first {n}"), Some(&format!("id-{n}"))) {
+                send(&registry, &Word::Id(session), &format!("second {n}"), None);
+            }
+        }));
+    }
+    for n in 0..2 {
+        let registry = house.registry.clone();
+        threads.push(thread::spawn(move || {
+            send(&registry, &Word::Main, &format!("main {n}"), Some("the same"));
+            send(&registry, &Word::Main, &format!("main again {n}"), None);
+        }));
+    }
+    let registry = house.registry.clone();
+    threads.push(thread::spawn(move || {
+        for _ in 0..2 {
+            let all = registry.all();
+            if all.is_empty() {
+                thread::yield_now();
+                continue;
+            }
+            let session = &all[thread_rng().gen_range(0..all.len())];
+            match thread_rng().gen_range(0..4) {
+                0 => drop(chat::stop(session)),
+                1 => drop(chat::restart(session)),
+                2 => drop(chat::interrupt(session)),
+                _ => drop(registry.list(10)),
+            }
+        }
+    }));
+    for thread in threads {
+        thread.join().unwrap();
+    }
+    house.end();
+}
+
+/// Two threads of an outside channel and a repeat, beside a chat on the only other place.
+fn pool(config: &Config, weather: Weather, planted: Option<Planted>) {
+    let house = House::build(config, weather, planted);
+    let pool = Arc::new(Pool::new(house.registry.clone(), &[], LONG));
+    let mut threads = Vec::new();
+    for (n, name) in ["anna", "bert", "anna"].into_iter().enumerate() {
+        let pool = pool.clone();
+        threads.push(thread::spawn(move || {
+            for round in 0..2 {
+                let id = (round == 0).then(|| MessageId::parse(name).unwrap());
+                let message = format!("message {}", if round == 0 { 0 } else { n + 1 });
+                let answer =
+                    pool.send(ThreadMessage { thread: name.into(), message, description: None, message_id: id });
+                if weather.mortal {
+                    continue;
+                }
+                assert!(answer.unwrap().success, "nobody stopped it and its agent lives");
+            }
+        }));
+    }
+    let registry = house.registry.clone();
+    threads.push(thread::spawn(move || {
+        send(&registry, &Word::New, "beside", None);
+    }));
+    for thread in threads {
+        thread.join().unwrap();
+    }
+    drop(pool);
+    house.end();
+}
+
+type Scenario = fn(&Config, Weather, Option<Planted>);
+
+fn check(name: &str, scenario: Scenario, weather: Weather, planted: Option<Planted>, schedules: usize) {
+    let dir = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
+    let box_dir = dir.path().join("box");
+    let config = Cli::parse_from(["beebox-chatd", "--box", box_dir.to_str().unwrap()]).serve.into_config().unwrap();
+    let mut settings = shuttle::Config::new();
+    settings.stack_size = 512 * 1024;
+    let body = {
+        let config = config.clone();
+        move || scenario(&config, weather, planted)
+    };
+    let half = schedules.div_ceil(2);
+    shuttle::Runner::new(RandomScheduler::new(half), settings.clone()).run(body.clone());
+    shuttle::Runner::new(PctScheduler::new(4, half), settings).run(body);
+    println!("{name}: {} schedules", half * 2);
+}
+
+#[test]
+fn no_schedule_loses_a_message_or_a_wake_up_or_starts_a_second_agent() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let each = schedules().div_ceil(5);
+    let fair = Weather { live_max: 2, ..Weather::default() };
+    let narrow = Weather { live_max: 1, ..fair };
+    let rough = Weather { mortal: true, bad_disk: true, ..narrow };
+    check("chats on two places", chats, fair, None, each);
+    check("chats on one place", chats, narrow, None, each);
+    check("chats with deaths and a bad disk", chats, rough, None, each);
+    check("threads", pool, narrow, None, each);
+    check("threads with deaths", pool, Weather { mortal: true, ..narrow }, None, each);
+    println!("schedules: {}", each.div_ceil(2) * 10);
+}
+
+fn finds(name: &str, scenario: Scenario, planted: Planted) {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let weather = Weather { live_max: 2, ..Weather::default() };
+    let found = catch_unwind(AssertUnwindSafe(|| check(name, scenario, weather, Some(planted), 2_000)));
+    assert!(found.is_err(), "the checker does not see {planted:?}");
+    println!("planted {planted:?}: found");
+}
+
+#[test]
+fn a_queue_that_drains_into_a_turn_in_flight_is_found() {
+    finds("drain before Ready", chats, Planted::DrainBeforeReady);
+}
+
+#[test]
+fn a_pool_that_parks_without_waiting_is_found() {
+    finds("park without waiting", pool, Planted::ParkWithoutWaiting);
+}
