@@ -233,7 +233,7 @@ fn sends_within_a_millisecond_of_a_result_are_delivered_once_and_in_order() {
     let got: Vec<&str> = asked.iter().map(String::as_str).filter(|w| *w != "hello").collect();
     assert_eq!(got, expected);
     println!(
-        "race sends: {wanted} beside a result, {within_1_ms} of them within 1 ms of it by the journal's clock; \
+        "\nrace sends: {wanted} beside a result, {within_1_ms} of them within 1 ms of it by the journal's clock; \
          {before} before the end of the turn was known, {} after",
         wanted - before
     );
@@ -310,7 +310,7 @@ fn attach_races(server: &Server, attaches: u64) -> (u64, Vec<String>) {
 fn who_attaches_exactly_while_a_turn_ends_sees_its_message() {
     let wanted = setting("BEEBOX_RACE_ATTACHES", 40);
     let (met, missing) = attach_races(&Server::new(), wanted);
-    println!("race attaches: {met} while a turn ended, missing = {}", missing.len());
+    println!("\nrace attaches: {met} while a turn ended, missing = {}", missing.len());
     assert!(missing.is_empty(), "in neither record: {missing:?}");
     assert!(met >= wanted, "only {met} attachments met the end of a turn");
 }
