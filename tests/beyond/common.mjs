@@ -33,7 +33,7 @@ export async function endAll() {
 export const pause = (ms) => new Promise((done) => setTimeout(done, ms));
 
 /** Asks again until the answer is truthy; fails after `limitMs`, saying what was awaited. */
-export async function until(what, ask, limitMs = 30_000) {
+export async function until(what, ask, limitMs = 30_000, everyMs = 50) {
   const deadline = Date.now() + limitMs;
   let last;
   while (Date.now() < deadline) {
@@ -43,7 +43,7 @@ export async function until(what, ask, limitMs = 30_000) {
     } catch (e) {
       last = e;
     }
-    await pause(50);
+    await pause(everyMs);
   }
   throw new Error(`not within ${limitMs} ms: ${what}${last ? ` (${last.message})` : ""}`);
 }
@@ -67,7 +67,7 @@ export class Chatd {
     await until(`${this.box} listens`, () => {
       if (this.child.exitCode !== null) throw new Error(this.child.log);
       return this.child.log.includes("listening on ");
-    });
+    }, 30_000, 1);
   }
   async kill9() {
     await end(this.child, "SIGKILL");
