@@ -69,7 +69,7 @@ impl Shared {
     fn wait(&self, limit: Duration, for_news: bool) {
         let until = Instant::now() + limit;
         let mut bell = self.bell.lock();
-        while !bell.stop && !(for_news && bell.news) {
+        while !(bell.stop || for_news && bell.news) {
             if self.rung.wait_until(&mut bell, until).timed_out() {
                 break;
             }
@@ -120,12 +120,10 @@ pub fn start(url: &str, name: &str, bus: &Bus, store: Arc<dyn EventStore>) -> Re
         last: AtomicU64::new(0),
     });
     let theirs = shared.clone();
-    let thread = threads::spawn(
-        const { Name::fixed("mirror") },
-        threads::WORK_STACK_BYTES,
-        OnPanic::EndProcess,
-        move || Copier { client, key, store, shared: theirs }.run(),
-    )?;
+    let thread =
+        threads::spawn(const { Name::fixed("mirror") }, threads::WORK_STACK_BYTES, OnPanic::EndProcess, move || {
+            Copier { client, key, store, shared: theirs }.run()
+        })?;
     let bell = shared.clone();
     bus.listen(Arc::new(move |heard| {
         if heard.id.is_some() {
@@ -276,12 +274,7 @@ impl Copier {
     }
 
     /// Appends in one transaction; a gap first, as an entry of its own.
-    fn copy(
-        &self,
-        link: &mut Connection,
-        gap: Option<(EventId, EventId)>,
-        rows: &[StoredEvent],
-    ) -> RedisResult<()> {
+    fn copy(&self, link: &mut Connection, gap: Option<(EventId, EventId)>, rows: &[StoredEvent]) -> RedisResult<()> {
         let _at = doing(Doing::WaitBroker);
         let mut batch = redis::pipe();
         batch.atomic();
