@@ -69,7 +69,7 @@ impl Shared {
     fn wait(&self, limit: Duration, for_news: bool) {
         let until = Instant::now() + limit;
         let mut bell = self.bell.lock();
-        while !bell.stop && !(for_news && bell.news) {
+        while !(bell.stop || for_news && bell.news) {
             if self.rung.wait_until(&mut bell, until).timed_out() {
                 break;
             }
