@@ -21,24 +21,35 @@ use crate::http::gate::notes::Notes;
 use crate::http::gate::{self, Gate, GateConfig, Local};
 use crate::http::handlers::Handlers;
 use crate::http::server::{self, Server, ServerConfig};
-use crate::journal::{Journal, JournalOptions};
+use crate::journal::{Faults, Journal, JournalOptions};
+#[cfg(feature = "mirror")]
+use crate::mirror::{self, Mirror};
 use crate::push::{self, Push, PushLimits};
 use crate::session::Context;
 use crate::session::listener::KEEPS_UUIDS_KEY;
 use crate::session::pool::{self, Pool};
 use crate::session::recover::Leftovers;
 use crate::session::registry::Registry;
+use crate::threads::{Doing, doing};
 
 /// Workers beside the pool for routes that wait for a turn.
 const WAITING_WORKERS: usize = 16;
 /// After the drain, everything is over within this (WIRE, Command line).
 const LAST_LIMIT: Duration = Duration::from_secs(9);
 
+/// A server that was killed while it started an agent: the half-born child holds its lock until it becomes the agent.
+/// So long it may, which a supervisor's restart at once would meet …
+const LOCK_LIMIT: Duration = Duration::from_secs(5);
+/// … with looks this far apart: nothing tells that a lock is free but a call that would wait without a limit.
+const LOCK_STEP: Duration = Duration::from_millis(10);
+
 /// A running server.
 pub struct App {
     context: Arc<Context>,
     registry: Arc<Registry>,
     push: Arc<Push>,
+    #[cfg(feature = "mirror")]
+    mirror: Option<Arc<Mirror>>,
     server: Server,
     gate: Gate,
     going_down: Arc<AtomicBool>,
@@ -51,8 +62,13 @@ impl App {
     /// # Errors
     /// `bad_field` for a setting that cannot work here (box in use, port in use, token file), else what failed.
     pub fn start(config: Config) -> Result<Self> {
+        #[cfg(feature = "mirror")]
+        if let Some(to) = &config.mirror {
+            mirror::check(&to.url)?;
+        }
         let state_dir = config.state_dir();
         let box_lock = lock_box(&state_dir)?;
+        clear_active_marks(&state_dir);
         std::fs::create_dir_all(&config.agent_home)
             .map_err(|e| Error::new(Code::BadField, format!("--agent-home {}: {e}", config.agent_home.display())))?;
         let token = match &config.token_file {
@@ -61,7 +77,11 @@ impl App {
         };
 
         let bus = Arc::new(Bus::unopened());
-        let (journal, recovered) = Journal::open(&state_dir, JournalOptions::default(), bus.clone())?;
+        let (journal, recovered) = Journal::open(
+            &state_dir,
+            JournalOptions { faults: Faults::from_env(), ..JournalOptions::default() },
+            bus.clone(),
+        )?;
         bus.open(recovered.epoch.clone(), recovered.head);
 
         let archive = Arc::new(Archive::new(&config.agent_home, &config.box_dir));
@@ -82,6 +102,11 @@ impl App {
         let registry = Registry::new(context.clone(), recovered)?;
         let pool = Arc::new(Pool::new(registry.clone(), &threads, pool::WAIT_LIMIT));
 
+        #[cfg(feature = "mirror")]
+        let mirror = match &config.mirror {
+            Some(to) => Some(Arc::new(mirror::start(&to.url, &to.name, &bus, Arc::new(journal.clone()))?)),
+            None => None,
+        };
         let push = Arc::new(push::start(bus, Arc::new(journal.clone()), PushLimits::default())?);
         let going_down = Arc::new(AtomicBool::new(false));
         let notes = Notes::new()?;
@@ -94,7 +119,13 @@ impl App {
             Arc::new(Handlers::new(registry.clone(), pool, going_down.clone())),
             notes.clone(),
         )?;
-        let local = Arc::new(Rooms { context: context.clone(), push: push.clone(), going_down: going_down.clone() });
+        let local = Arc::new(Rooms {
+            context: context.clone(),
+            push: push.clone(),
+            #[cfg(feature = "mirror")]
+            mirror: mirror.clone(),
+            going_down: going_down.clone(),
+        });
         let to_push = push.clone();
         let gate = gate::start(
             GateConfig {
@@ -119,7 +150,17 @@ impl App {
                 _ => dump::threads_page(),
             }));
         }
-        Ok(Self { context, registry, push, server, gate, going_down, _box_lock: box_lock })
+        Ok(Self {
+            context,
+            registry,
+            push,
+            #[cfg(feature = "mirror")]
+            mirror,
+            server,
+            gate,
+            going_down,
+            _box_lock: box_lock,
+        })
     }
 
     /// Where the gate listens.
@@ -141,7 +182,6 @@ impl App {
     }
 
     /// Reads the token file again, for SIGHUP; a file that cannot be read changes nothing and is logged.
-    #[must_use]
     pub fn token_reader(&self) -> impl Fn() + Send + Sync + 'static {
         let set = self.gate.token_setter();
         let path = self.context.config.token_file.clone();
@@ -173,8 +213,33 @@ impl App {
         step("push", self.push.shutdown(left() / 3));
         step("gate", self.gate.shutdown(left() / 3));
         step("http", self.server.shutdown(left() / 2));
+        #[cfg(feature = "mirror")]
+        if let Some(mirror) = &self.mirror {
+            step("mirror", mirror.shutdown(left() / 2));
+        }
         step("journal", self.context.journal.shutdown(left().max(Duration::from_millis(300))));
         clean
+    }
+}
+
+/// True once the process `pid` has ended, within the moment that a killed server takes to let go of its box.
+fn ends_soon(pid: &str) -> bool {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+    let Some(pid) = pid.parse().ok().and_then(Pid::from_raw) else { return true };
+    // No such process: it has let go already.
+    let Ok(fd) = pidfd_open(pid, PidfdFlags::empty()) else { return true };
+    let moment = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
+    matches!(poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&moment)), Ok(1))
+}
+
+/// Removes the marks of starts and runs that a dead server left behind.
+fn clear_active_marks(state_dir: &Path) {
+    for entry in std::fs::read_dir(state_dir).into_iter().flatten().flatten() {
+        if entry.file_name().to_string_lossy().starts_with("chat-active-") {
+            // Gone already is as good.
+            let _ = std::fs::remove_file(entry.path());
+        }
     }
 }
 
@@ -188,9 +253,15 @@ fn lock_box(state_dir: &Path) -> Result<std::fs::File> {
         .truncate(false)
         .open(&path)
         .map_err(|e| Error::new(Code::BadField, format!("{}: {e}", path.display())))?;
-    if rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_err() {
+    let deadline = Instant::now() + LOCK_LIMIT;
+    while rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_err() {
         let holder = std::fs::read_to_string(&path).unwrap_or_default();
         let holder = holder.trim();
+        if ends_soon(holder) && Instant::now() < deadline {
+            let _at = doing(Doing::WaitTime);
+            std::thread::sleep(LOCK_STEP);
+            continue;
+        }
         let who = if holder.is_empty() { "another server".to_owned() } else { format!("the server with pid {holder}") };
         let box_dir = state_dir.parent().unwrap_or(state_dir);
         return Err(Error::new(Code::BadField, format!("box {} is served by {who}", box_dir.display())));
@@ -223,6 +294,8 @@ fn agent_env(config: &Config) -> Vec<(OsString, OsString)> {
 struct Rooms {
     context: Arc<Context>,
     push: Arc<Push>,
+    #[cfg(feature = "mirror")]
+    mirror: Option<Arc<Mirror>>,
     going_down: Arc<AtomicBool>,
 }
 
@@ -238,7 +311,10 @@ impl Local for Rooms {
         let journal = self.context.journal.stats();
         let push = self.push.stats();
         // The stats of these rooms are plain counters; their field names are the metric names.
-        for (room, debug) in [("journal", format!("{journal:?}")), ("push", format!("{push:?}"))] {
+        let rooms = [("journal", format!("{journal:?}")), ("push", format!("{push:?}"))];
+        #[cfg(feature = "mirror")]
+        let rooms = rooms.into_iter().chain(self.mirror.as_ref().map(|m| ("mirror", format!("{:?}", m.stats()))));
+        for (room, debug) in rooms {
             for (name, value) in numbers(&debug) {
                 let _ = writeln!(page, "beebox_{room}_{name} {value}");
             }
@@ -349,4 +425,33 @@ fn page(context: &Context, push: &Push) -> String {
     let _ = writeln!(page, "bus: head {}", context.bus.head());
     let _ = writeln!(page, "push: {:?}", push.stats());
     page
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lock_of_a_dead_server_is_waited_for_and_that_of_a_living_one_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = lock_box(dir.path()).unwrap();
+        let refused = lock_box(dir.path()).unwrap_err();
+        assert!(refused.text().contains(&format!("pid {}", std::process::id())), "{}", refused.text());
+        // Its server died, and a child that was just being born still has the lock.
+        let mut dead = std::process::Command::new("true").spawn().unwrap();
+        dead.wait().unwrap();
+        std::fs::write(dir.path().join("server.lock"), format!("{}\n", dead.id())).unwrap();
+        let child = crate::threads::spawn(
+            crate::threads::Name::fixed("half-born"),
+            crate::threads::SMALL_STACK_BYTES,
+            crate::threads::OnPanic::Contain,
+            move || {
+                std::thread::sleep(Duration::from_millis(200));
+                drop(file);
+            },
+        )
+        .unwrap();
+        lock_box(dir.path()).unwrap();
+        assert!(child.join_within(LOCK_LIMIT));
+    }
 }

@@ -14,8 +14,7 @@ pub fn now_ms() -> UnixMs {
 #[must_use]
 pub fn rfc3339(ms: UnixMs) -> String {
     let bound = jiff::Timestamp::MAX.as_millisecond();
-    let stamp = jiff::Timestamp::from_millisecond(ms.clamp(-bound, bound))
-        .unwrap_or(jiff::Timestamp::UNIX_EPOCH);
+    let stamp = jiff::Timestamp::from_millisecond(ms.clamp(-bound, bound)).unwrap_or(jiff::Timestamp::UNIX_EPOCH);
     format!("{stamp:.3}")
 }
 
@@ -23,11 +22,8 @@ pub fn rfc3339(ms: UnixMs) -> String {
 #[must_use]
 pub fn http_date(ms: UnixMs) -> String {
     let bound = jiff::Timestamp::MAX.as_millisecond();
-    let stamp = jiff::Timestamp::from_millisecond(ms.clamp(-bound, bound))
-        .unwrap_or(jiff::Timestamp::UNIX_EPOCH);
-    jiff::fmt::rfc2822::DateTimePrinter::new()
-        .timestamp_to_rfc9110_string(&stamp)
-        .unwrap_or_default()
+    let stamp = jiff::Timestamp::from_millisecond(ms.clamp(-bound, bound)).unwrap_or(jiff::Timestamp::UNIX_EPOCH);
+    jiff::fmt::rfc2822::DateTimePrinter::new().timestamp_to_rfc9110_string(&stamp).unwrap_or_default()
 }
 
 /// The milliseconds that an RFC 3339 text names; none when it is no time.
@@ -45,10 +41,7 @@ mod tests {
         assert_eq!(rfc3339(0), "1970-01-01T00:00:00.000Z");
         assert_eq!(rfc3339(1_796_091_618_495), "2026-12-01T02:20:18.495Z");
         assert!(rfc3339(i64::MAX).ends_with('Z'));
-        assert_eq!(
-            http_date(1_796_091_618_495),
-            "Tue, 01 Dec 2026 02:20:18 GMT"
-        );
+        assert_eq!(http_date(1_796_091_618_495), "Tue, 01 Dec 2026 02:20:18 GMT");
         assert_eq!(from_rfc3339("2026-12-01T02:20:18.495Z"), Some(1_796_091_618_495));
         assert_eq!(from_rfc3339("yesterday"), None);
     }

@@ -40,6 +40,8 @@ pub struct Config {
     pub token_file: Option<PathBuf>,
     /// What a proxy in front is called.
     pub public_url: Option<String>,
+    /// The broker that kept events are copied to, and what the box is called there.
+    pub mirror: Option<MirrorTo>,
     /// How long SIGTERM lets turns finish.
     pub drain_s: u64,
     /// A start or stop that takes longer, in seconds, is logged with a dump of all threads and sessions.
@@ -50,6 +52,22 @@ pub struct Config {
     pub allow_tools: bool,
     /// Tell the agent that it runs in a sandbox, so that it starts as root.
     pub sandbox: bool,
+}
+
+/// Where kept events are copied to.
+#[derive(Clone)]
+pub struct MirrorTo {
+    /// Address of the broker; may hold a password.
+    pub url: String,
+    /// What the box is called there.
+    pub name: String,
+}
+
+impl std::fmt::Debug for MirrorTo {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let host = self.url.rsplit_once('@').map_or(self.url.as_str(), |(_, host)| host);
+        write!(f, "MirrorTo({host}, {})", self.name)
+    }
 }
 
 /// Largest text of one message, in bytes (WIRE).
@@ -100,6 +118,12 @@ pub enum Command {
         /// Write a new token over an existing one.
         #[arg(long)]
         replace: bool,
+    },
+    /// Print a link that logs a browser into a running box that has a token; good once.
+    Login {
+        /// The box of the running server.
+        #[arg(long = "box", value_name = "DIR", default_value = "./box", env = "BEEBOX_BOX")]
+        box_dir: PathBuf,
     },
     /// Follow the events of a running box in the terminal.
     Tail {
@@ -153,6 +177,12 @@ pub struct ServeFlags {
     /// What a proxy in front is called, such as `https://box.example`.
     #[arg(long, value_name = "URL", env = "BEEBOX_PUBLIC_URL")]
     pub public_url: Option<String>,
+    /// Copy kept events into a stream of this Redis, such as `redis://127.0.0.1:6379/` (needs a build with feature `mirror`).
+    #[arg(long, value_name = "URL", env = "BEEBOX_MIRROR", hide_env_values = true)]
+    pub mirror: Option<String>,
+    /// What the box is called there; default: the name of its folder.
+    #[arg(long, value_name = "NAME", env = "BEEBOX_MIRROR_NAME")]
+    pub mirror_name: Option<String>,
     /// Seconds that SIGTERM lets turns finish; a second signal skips them.
     #[arg(long, value_name = "N", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=86_400), env = "BEEBOX_DRAIN_S")]
     pub drain_s: u32,
@@ -194,7 +224,8 @@ impl ServeFlags {
             "claude" => AgentKind::Claude,
             "" => return Err(bad("--agent is empty: embedded, claude or a command line".into())),
             line => AgentKind::Command(
-                shlex::split(line).ok_or_else(|| bad(format!("--agent {line:?}: a quote or backslash is not closed")))?,
+                shlex::split(line)
+                    .ok_or_else(|| bad(format!("--agent {line:?}: a quote or backslash is not closed")))?,
             ),
         };
         let agent_home = match self.agent_home {
@@ -207,6 +238,13 @@ impl ServeFlags {
                     .ok_or_else(|| bad("--agent-home is needed: neither CLAUDE_CONFIG_DIR nor HOME is set".into()))?,
             },
         };
+        let mirror = self.mirror.filter(|url| !url.is_empty()).map(|url| {
+            let folder = || box_dir.file_name().map_or("box".into(), |name| name.to_string_lossy().into_owned());
+            MirrorTo { url, name: self.mirror_name.unwrap_or_else(folder) }
+        });
+        if cfg!(not(feature = "mirror")) && mirror.is_some() {
+            return Err(bad("--mirror: this program was built without it (cargo build --features mirror)".into()));
+        }
         Ok(Config {
             box_dir,
             listen,
@@ -217,6 +255,7 @@ impl ServeFlags {
             http_workers: usize::from(self.http_workers),
             token_file: self.token_file,
             public_url: self.public_url,
+            mirror,
             drain_s: u64::from(self.drain_s),
             stuck_s: u64::from(self.stuck_s),
             prepare: self.prepare,
@@ -239,7 +278,8 @@ fn make_box(dir: &Path) -> Result<PathBuf> {
     let dir_canonical = dir.canonicalize().map_err(|e| cannot(dir, e))?;
     let state = dir_canonical.join(".beebox");
     std::fs::create_dir_all(&state).map_err(|e| cannot(&state, e))?;
-    let probe = state.join("writable");
+    // Named by us: of several servers started at once each has its own.
+    let probe = state.join(format!("writable-{}", std::process::id()));
     std::fs::write(&probe, b"").and_then(|()| std::fs::remove_file(&probe)).map_err(|e| cannot(&state, e))?;
     Ok(dir_canonical)
 }
@@ -262,6 +302,22 @@ mod tests {
         assert!(parse(&["--box", dir, "--listen", "0.0.0.0:0", "--token-file", "t"]).is_ok());
         for bad in [&["--listen", "localhost:1"][..], &["--agent", " "], &["--agent", "'x"]] {
             assert!(parse(&[&["--box", dir], bad].concat()).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_mirror_is_refused_by_a_program_that_has_none_and_its_password_is_not_shown() {
+        let dir = tempfile::tempdir().unwrap();
+        let args = ["x", "--box", dir.path().to_str().unwrap(), "--mirror", "redis://:secret@127.0.0.1:1/"];
+        match Cli::try_parse_from(args).unwrap().serve.into_config() {
+            Ok(config) => {
+                if !cfg!(feature = "mirror") {
+                    panic!("accepted without the feature");
+                }
+                let shown = format!("{config:?}");
+                assert!(shown.contains("127.0.0.1:1") && !shown.contains("secret"), "{shown}");
+            }
+            Err(e) => assert!(!cfg!(feature = "mirror") && e.text().contains("--features mirror"), "{e}"),
         }
     }
 

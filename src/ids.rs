@@ -33,6 +33,25 @@ pub fn is_plain_id(text: &str) -> bool {
         && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_' || b == b'-')
 }
 
+/// A random UUID (version 4) from the kernel's generator, asked by the system call itself: a static binary in an empty
+/// root has neither the C library's wrapper nor `/dev/urandom`.
+///
+/// # Panics
+/// If the kernel has no randomness to give, which no Linux since 3.17 says once it has booted.
+#[must_use]
+pub fn random_uuid() -> uuid::Uuid {
+    let mut bytes = [0; 16];
+    let mut have = 0;
+    while have < bytes.len() {
+        match rustix::rand::getrandom(&mut bytes[have..], rustix::rand::GetRandomFlags::empty()) {
+            Ok(more) => have += more,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => panic!("the kernel gives no random bytes: {e}"),
+        }
+    }
+    uuid::Builder::from_random_bytes(bytes).into_uuid()
+}
+
 macro_rules! plain_id {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
@@ -56,7 +75,7 @@ macro_rules! plain_id {
             /// A fresh random id (UUID version 4, lower case with hyphens).
             #[must_use]
             pub fn fresh() -> Self {
-                Self(uuid::Uuid::new_v4().to_string().into())
+                Self(random_uuid().to_string().into())
             }
 
             /// The id as text.

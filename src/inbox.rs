@@ -273,7 +273,10 @@ mod tests {
 
     #[test]
     fn one_message_comes_out_verbatim() {
-        assert_eq!(merged(&[message("a", "x [image#7] [image3]", &[7, 7])]), ("x [image#7] [image3]".into(), vec![7, 7]));
+        assert_eq!(
+            merged(&[message("a", "x [image#7] [image3]", &[7, 7])]),
+            ("x [image#7] [image3]".into(), vec![7, 7])
+        );
     }
 
     #[test]
@@ -283,12 +286,20 @@ mod tests {
         let table: &[(&[Part<'_>], &str, &[u32])] = &[
             (&[("a", &[]), ("b", &[])], "a\n\nb", &[]),
             (&[("see [image#1]", &[1]), ("and [image#1]", &[1])], "see [image#1]\n\nand [image#2]", &[1, 2]),
-            (&[("[image#1][image#2]", &[1, 2]), ("[image2]", &[1, 2])], "[image#1][image#2]\n\n[image#4]", &[1, 2, 3, 4]),
+            (
+                &[("[image#1][image#2]", &[1, 2]), ("[image2]", &[1, 2])],
+                "[image#1][image#2]\n\n[image#4]",
+                &[1, 2, 3, 4],
+            ),
             // The first text names a photo it does not have: nobody else's photo may take its place.
             (&[("what is [image#2]?", &[1]), ("x [image#1]", &[1])], "what is [image#2]?\n\nx [image#3]", &[1, 3]),
             (&[("a", &[1]), ("no photo [image#1]", &[])], "a\n\nno photo [image#1]", &[2]),
             (&[("", &[1]), ("", &[1])], "\n\n", &[1, 2]),
-            (&[("[image#x] [image#] [image#1", &[1]), ("[image#99999999999]", &[])], "[image#x] [image#] [image#1\n\n[image#99999999999]", &[1]),
+            (
+                &[("[image#x] [image#] [image#1", &[1]), ("[image#99999999999]", &[])],
+                "[image#x] [image#] [image#1\n\n[image#99999999999]",
+                &[1],
+            ),
         ];
         for (parts, text, numbers) in table {
             let members: Vec<_> = parts.iter().enumerate().map(|(i, (t, n))| message(&format!("m{i}"), t, n)).collect();

@@ -32,9 +32,10 @@
 //! | [`session::chat`], [`session::pool`], [`session::registry`] | what requests mean; threads of outside channels; who may live |
 //! | [`agent`] | one live agent: command, wire, adapt, pump; [`agent::embedded`] is an agent of our own |
 //! | [`journal`], [`bus`], [`push`] | what is durable, what is live, and who hears it |
+//! | `mirror` | feature `mirror`: kept events copied into a broker's stream |
 //! | [`transcript`], [`archive`] | PURE reading of transcripts; their files, indexes, photos |
 //! | [`http`] | gate, pool, URL map, guard, handlers, replies |
-//! | [`app`], [`threads`], [`dump`], [`faults`], [`tools`] | the frame of the house |
+//! | [`app`], [`threads`], [`dump`], [`faults`], [`supervisor`], [`tools`] | the frame of the house |
 //! | [`web`], [`load`] | the page; scripted clients and the checker |
 //!
 //! ## Threads
@@ -49,11 +50,12 @@
 //! | `push` | [`push`] | epoll | `Push::shutdown` |
 //! | `replay` | [`push`] | a reader that fell behind | `Push::shutdown` |
 //! | `journal` | [`journal`] | its queue; the disk | `Journal::shutdown` |
+//! | `mirror` | `mirror.rs`, only with `--mirror` | news; the broker | `Mirror::shutdown` |
 //! | `run-3f9a2c1b` | [`agent::pump`] | its agent's pipes | the agent reaped |
 //! | `recover` | [`session::registry`] | a turn to look up | `Registry::shut_down` |
 //! | `sweep` | [`session::registry`] | the next timer | `Registry::shut_down` |
 //!
-//! A panic in `gate`, `push`, `replay`, `journal`, `recover` or `sweep` prints the dump and ends the process: a
+//! A panic in `gate`, `push`, `replay`, `journal`, `recover`, `sweep` or `mirror` prints the dump and ends the process: a
 //! supervisor restarts it and the journal recovers. Workers and runs are contained. Names and what each thread is at are
 //! one lock-free table ([`threads`]), printed on SIGQUIT and by `/api/debug/threads`.
 //!
@@ -115,7 +117,10 @@
 //! | `not_implemented` | a feature of HTTP that we do not speak |
 //! | `agent_unavailable` | the agent cannot be started, in words a person can act on |
 //! | `internal` | a fault of ours |
-#![cfg_attr(feature = "model", allow(dead_code, unused_imports, reason = "the checker has agents and a disk of its own"))]
+#![cfg_attr(
+    feature = "model",
+    allow(dead_code, unused_imports, reason = "the checker has agents and a disk of its own")
+)]
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests fail loudly"))]
 
 pub mod agent;
@@ -133,10 +138,13 @@ pub mod inbox;
 pub mod journal;
 pub mod lifecycle;
 pub mod load;
+#[cfg(feature = "mirror")]
+pub mod mirror;
 #[cfg(feature = "model")]
 pub mod model;
 pub mod push;
 pub mod session;
+pub mod supervisor;
 pub mod sync;
 pub mod threads;
 pub mod tools;

@@ -11,7 +11,7 @@ use beebox_chatd::config::{Cli, Command, ServeFlags};
 use beebox_chatd::error::{Code, Error, Result};
 use beebox_chatd::threads::{self, Doing, Name, OnPanic};
 use clap::Parser as _;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGXFSZ};
 
 fn main() -> ExitCode {
     let mut args = std::env::args_os();
@@ -26,6 +26,7 @@ fn main() -> ExitCode {
         Some(Command::Serve(flags)) => serve(flags),
         Some(Command::Agent { args }) => std::process::exit(beebox_chatd::agent::embedded::main(args)),
         Some(Command::Token { file, replace }) => beebox_chatd::tools::token(&file, replace),
+        Some(Command::Login { box_dir }) => beebox_chatd::tools::login(&box_dir),
         Some(Command::Tail { box_dir, after }) => beebox_chatd::tools::tail(&box_dir, after.as_deref()),
         Some(Command::Send { box_dir, session, message }) => beebox_chatd::tools::send(&box_dir, &session, &message),
     };
@@ -48,6 +49,8 @@ fn serve(flags: ServeFlags) -> Result<()> {
     }
     // Before any thread exists, so that a signal during the start is not lost.
     let signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT, SIGQUIT, SIGHUP])?;
+    // A limit on file sizes is a full disk, which is answered; by default the kernel would end the program.
+    signal_hook::flag::register(SIGXFSZ, Arc::default())?;
     let token_file = config.token_file.clone();
     let app = App::start(config)?;
     let asked = Arc::new(AtomicUsize::new(0));
@@ -58,7 +61,7 @@ fn serve(flags: ServeFlags) -> Result<()> {
     let mut out = std::io::stdout();
     writeln!(out, "listening on http://{address}")?;
     out.flush()?;
-    beebox_chatd::tools::notify_supervisor("READY=1");
+    beebox_chatd::supervisor::notify("READY=1");
     if token_file.is_some() {
         log::info!("every route but /healthz needs the bearer token");
     }
@@ -68,7 +71,7 @@ fn serve(flags: ServeFlags) -> Result<()> {
         // The sender lives in the signals thread: a disconnect would be its panic, and then we go down too.
         let _ = wait_for_down.recv();
     }
-    beebox_chatd::tools::notify_supervisor("STOPPING=1");
+    beebox_chatd::supervisor::notify("STOPPING=1");
     let hurry = move || asked.load(Ordering::Relaxed) > 1;
     if app.shut_down(&hurry) { Ok(()) } else { Err(Error::internal("not everything ended in time")) }
 }

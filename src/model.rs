@@ -102,7 +102,12 @@ pub fn run_began(session: &SessionId) {
     assert!(world.live.insert(session.clone()), "two agents live for one conversation");
     let (threads, chats): (Vec<_>, Vec<_>) = world.live.iter().partition(|s| world.of_threads.contains(*s));
     assert!(threads.len() <= 1, "two agents live for the pool");
-    assert!(chats.len() <= world.weather.live_max, "{} agents live on a cap of {}", chats.len(), world.weather.live_max);
+    assert!(
+        chats.len() <= world.weather.live_max,
+        "{} agents live on a cap of {}",
+        chats.len(),
+        world.weather.live_max
+    );
 }
 
 /// An agent is gone.

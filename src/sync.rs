@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 #[cfg(feature = "model")]
 pub mod model;
 
-pub use crossbeam_channel::{RecvTimeoutError, TryRecvError, TrySendError};
-#[cfg(not(feature = "model"))]
-pub use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
-#[cfg(not(feature = "model"))]
-pub use parking_lot::{Condvar, Mutex, MutexGuard};
 #[cfg(feature = "model")]
 pub use self::model::{Condvar, Mutex, MutexGuard, Receiver, Sender, bounded, unbounded};
+#[cfg(not(feature = "model"))]
+pub use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+pub use crossbeam_channel::{RecvTimeoutError, TryRecvError, TrySendError};
+#[cfg(not(feature = "model"))]
+pub use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::threads::{self, Doing, doing};
 

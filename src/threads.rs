@@ -114,6 +114,8 @@ doing! {
     Spawn = "starts an agent",
     /// wait4 of an agent that was told to go.
     Reap = "waits for its agent to exit",
+    /// The broker that kept events are copied to.
+    WaitBroker = "waits for the broker",
     /// Another thread's end.
     Join = "waits for a thread to end",
 }

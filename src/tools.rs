@@ -1,9 +1,8 @@
-//! The small commands beside the server: `token`, `tail`, `send`, and the word to a supervisor. They speak to a running
+//! The small commands beside the server: `token`, `login`, `tail`, `send`. They speak to a running
 //! server over `chat.sock`, like any other client. Rule a change could break: no token is ever printed.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
-use std::os::linux::net::SocketAddrExt as _;
-use std::os::unix::net::{SocketAddr, UnixDatagram, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use serde_json::json;
@@ -16,7 +15,10 @@ use crate::http::gate::token;
 /// # Errors
 /// `bad_field` when it exists and `replace` is not said, or cannot be written.
 pub fn token(file: &Path, replace: bool) -> Result<()> {
-    if replace && let Err(e) = std::fs::remove_file(file) && e.kind() != std::io::ErrorKind::NotFound {
+    if replace
+        && let Err(e) = std::fs::remove_file(file)
+        && e.kind() != std::io::ErrorKind::NotFound
+    {
         return Err(Error::new(Code::BadField, format!("token file {}: {e}", file.display())));
     }
     token::create(file)?;
@@ -81,6 +83,24 @@ pub fn send(box_dir: &Path, session: &str, message: &str) -> Result<()> {
     Ok(())
 }
 
+/// Prints a link that logs a browser in, good once and for a short time.
+///
+/// # Errors
+/// No server, or one without a token.
+pub fn login(box_dir: &Path) -> Result<()> {
+    #[derive(serde::Deserialize)]
+    struct Link {
+        url: String,
+    }
+    let (status, mut reader) = ask(box_dir, "POST /login HTTP/1.1\r\n", b"{}")?;
+    let mut answer = String::new();
+    reader.read_to_string(&mut answer)?;
+    let link: Link = serde_json::from_str(&answer)
+        .map_err(|_| Error::internal(format!("the server answered {status}: {}", answer.trim())))?;
+    writeln!(std::io::stdout(), "{}", link.url)?;
+    Ok(())
+}
+
 /// Follows the events of a running box, one JSON object a line, until it goes down.
 ///
 /// # Errors
@@ -100,25 +120,4 @@ pub fn tail(box_dir: &Path, after: Option<&str>) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// How often the supervisor wants to hear from us, halved: `WATCHDOG_USEC`, if it means this process.
-#[must_use]
-pub fn watchdog_interval() -> Option<std::time::Duration> {
-    let meant = std::env::var("WATCHDOG_PID").ok().is_none_or(|pid| pid.parse() == Ok(std::process::id()));
-    let every_us: u64 = std::env::var("WATCHDOG_USEC").ok()?.parse().ok().filter(|us| *us > 0)?;
-    meant.then(|| std::time::Duration::from_micros(every_us / 2))
-}
-
-/// Tells systemd (or what stands in for it) how the server is, if it asked by `NOTIFY_SOCKET`.
-pub fn notify_supervisor(word: &str) {
-    let Some(path) = std::env::var("NOTIFY_SOCKET").ok().filter(|p| !p.is_empty()) else { return };
-    let address = match path.strip_prefix('@') {
-        Some(name) => SocketAddr::from_abstract_name(name),
-        None => SocketAddr::from_pathname(&path),
-    };
-    let sent = address.and_then(|to| UnixDatagram::unbound()?.send_to_addr(word.as_bytes(), &to));
-    if let Err(e) = sent {
-        log::warn!("NOTIFY_SOCKET: {e}");
-    }
 }

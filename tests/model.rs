@@ -137,7 +137,8 @@ fn pool(config: &Config, weather: Weather, planted: Option<Planted>) {
             for round in 0..2 {
                 let id = (round == 0).then(|| MessageId::parse(name).unwrap());
                 let message = format!("message {}", if round == 0 { 0 } else { n + 1 });
-                let answer = pool.send(ThreadMessage { thread: name.into(), message, description: None, message_id: id });
+                let answer =
+                    pool.send(ThreadMessage { thread: name.into(), message, description: None, message_id: id });
                 if weather.mortal {
                     continue;
                 }

@@ -40,6 +40,8 @@ const PROTOCOL_FLAGS: &[&str] = &[
 const LEFTOVER_TERM: Duration = Duration::from_secs(2);
 /// How long the kernel has after SIGKILL; a process in an uninterruptible read may take longer than anybody waits.
 const LEFTOVER_KILL: Duration = Duration::from_secs(5);
+/// How long the kernel has to end the processes of a tool.
+const TOOLS_KILL: Duration = Duration::from_secs(1);
 
 /// A started agent with its pipes.
 #[derive(Debug)]
@@ -108,17 +110,41 @@ impl Agent {
 
     /// Ends it by force, and with it the processes of its tools, which nobody else would end.
     pub fn kill(&self) {
-        let tools = descendants(self.pid);
+        let tools = self.tools();
         let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
-        for tool in tools {
-            let _ = pidfd_send_signal(&tool, Signal::KILL);
-        }
+        tools.kill();
+    }
+
+    /// The processes it has started by now, held so that they can be ended after it is gone.
+    #[must_use]
+    pub fn tools(&self) -> Tools {
+        Tools(descendants(self.pid))
     }
 
     /// Waits until it ended, however long that takes, and reaps it.
     pub fn wait(&mut self) -> Option<ExitStatus> {
         self.stdin = None;
         self.child.wait().ok()
+    }
+}
+
+/// Processes that an agent started. Some versions of it end without them.
+#[derive(Debug, Default)]
+pub struct Tools(Vec<(u32, OwnedFd)>);
+
+impl Tools {
+    /// Holds those too.
+    pub fn add(&mut self, more: Tools) {
+        self.0.extend(more.0);
+    }
+
+    /// Ends those that are still there, and waits until the kernel has let go of them.
+    pub fn kill(self) {
+        for (_, tool) in &self.0 {
+            let _ = pidfd_send_signal(tool, Signal::KILL);
+        }
+        let mut left = self.0;
+        wait_until_gone(&mut left, TOOLS_KILL);
     }
 }
 
@@ -255,7 +281,7 @@ fn hold(pid: u32, start_time: u64) -> Option<OwnedFd> {
     (start_time_of(pid.as_raw_pid().unsigned_abs()) == Some(start_time)).then_some(fd)
 }
 
-fn descendants(root: u32) -> Vec<OwnedFd> {
+fn descendants(root: u32) -> Vec<(u32, OwnedFd)> {
     let all: HashMap<u32, Stat> = processes().filter_map(|pid| Some((pid, stat(pid)?))).collect();
     let is_below = |pid: u32| {
         let mut at = pid;
@@ -269,7 +295,10 @@ fn descendants(root: u32) -> Vec<OwnedFd> {
         }
         false
     };
-    all.iter().filter(|(pid, _)| is_below(**pid)).filter_map(|(pid, stat)| hold(*pid, stat.start_time)).collect()
+    all.iter()
+        .filter(|(pid, _)| is_below(**pid))
+        .filter_map(|(pid, stat)| Some((*pid, hold(*pid, stat.start_time)?)))
+        .collect()
 }
 
 /// Ends agents that an earlier life of the server left behind: the one known by pid and start time, and those whose
@@ -309,8 +338,8 @@ pub fn end_leftovers(mark: &str, known: Option<(u32, u64)>) -> usize {
     wait_until_gone(&mut found, LEFTOVER_TERM);
     if !found.is_empty() {
         // What an agent that must be killed started, it cannot end itself.
-        let tools: Vec<OwnedFd> = found.iter().flat_map(|(pid, _)| descendants(*pid)).collect();
-        for fd in found.iter().map(|(_, fd)| fd).chain(&tools) {
+        let tools: Vec<_> = found.iter().flat_map(|(pid, _)| descendants(*pid)).collect();
+        for (_, fd) in found.iter().chain(&tools) {
             let _ = pidfd_send_signal(fd, Signal::KILL);
         }
         wait_until_gone(&mut found, LEFTOVER_KILL);
@@ -397,6 +426,7 @@ mod tests {
             box_dir: "/".into(),
             env: vec![("A".into(), "b".into())],
             agent_mark: "m".into(),
+            allow_tools: false,
         };
         let command = command(&spec).unwrap();
         let env: Vec<_> = command.get_envs().map(|(k, v)| (k.to_str().unwrap(), v.and_then(OsStr::to_str))).collect();

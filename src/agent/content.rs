@@ -2,6 +2,7 @@
 //! answer to a question. Rule a change could break: every line is one JSON object and ends in LF, because a line that
 //! is not JSON kills the agent.
 
+use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
 use super::Turn;
@@ -32,6 +33,21 @@ pub fn interrupt_line(request_id: &str) -> Vec<u8> {
         "type": "control_request",
         "request_id": request_id,
         "request": { "subtype": "interrupt" },
+    }))
+}
+
+/// The stdin line that lets a tool run with the input it was to get.
+#[must_use]
+pub fn allow_line(request_id: &str, input: Option<&RawValue>) -> Vec<u8> {
+    // The agent refuses a yes that does not repeat the input.
+    let input: Value = input.and_then(|raw| serde_json::from_str(raw.get()).ok()).unwrap_or_else(|| json!({}));
+    line(&json!({
+        "type": "control_response",
+        "response": {
+            "subtype": "success",
+            "request_id": request_id,
+            "response": { "behavior": "allow", "updatedInput": input },
+        },
     }))
 }
 

@@ -70,7 +70,9 @@ pub fn run(command: &str, dir: &Path, deadline: Instant, cancel: &Cancel) -> Res
     }
     let status = child.wait()?;
     if !ended {
-        return Err(Error::internal(format!("sh -c {command:?} took too long, or the server goes down: it was killed")));
+        return Err(Error::internal(format!(
+            "sh -c {command:?} took too long, or the server goes down: it was killed"
+        )));
     }
     if !status.success() {
         return Err(Error::internal(format!("sh -c {command:?} ended with {status}")));

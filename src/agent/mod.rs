@@ -57,6 +57,8 @@ pub struct RunSpec {
     pub env: Vec<(OsString, OsString)>,
     /// Value of `BEEBOX_RUN` in its environment; finds it after a crash.
     pub agent_mark: String,
+    /// Let its tools run when it asks, instead of a reasoned no.
+    pub allow_tools: bool,
 }
 
 /// Who hears of a run. Called on the run's own thread with no lock held; what takes long here holds up the agent.

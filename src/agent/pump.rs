@@ -24,7 +24,7 @@ use self::end::Ladder;
 use self::handle::ORDERS_MAX;
 pub use self::handle::{Order, Shared, start};
 use self::told::Gate;
-use super::command::Agent;
+use super::command::{Agent, Tools};
 use super::content;
 use super::pipes::{ErrorText, Outbox, Pipe, read_from};
 use super::turns::TurnTracker;
@@ -67,6 +67,8 @@ struct Pump {
     /// When reading stdout after the exit is given up.
     drain_until: Option<Instant>,
     ladder: Ladder,
+    /// What a turn that was broken off had running.
+    tools: Tools,
     spoke_told: bool,
     interrupt_due: Option<Instant>,
     gate: Option<Gate>,
@@ -95,6 +97,7 @@ impl Pump {
             exit: None,
             drain_until: None,
             ladder: Ladder::Open,
+            tools: Tools::default(),
             spoke_told: false,
             interrupt_due: None,
             gate: None,
@@ -134,6 +137,7 @@ impl Pump {
         if self.shared.is_closed() {
             return Ok(());
         }
+        crate::faults::point("after_answer_before_spawn");
         let agent = {
             let _at = doing(Doing::Spawn);
             Agent::spawn(&self.spec)?

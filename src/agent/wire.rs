@@ -166,6 +166,8 @@ pub enum AgentMessage {
         subtype: String,
         /// The tool, if it asks for one.
         tool_name: Option<String>,
+        /// What the tool would be given; a yes has to repeat it.
+        input: Option<Raw>,
     },
     /// Known, and nothing that a person or the server acts on.
     Quiet,
@@ -330,6 +332,7 @@ fn message(f: &Fields<'_>, whole: &str) -> AgentMessage {
                     request_id,
                     subtype: string(inner.subtype).unwrap_or_default(),
                     tool_name: string(inner.tool_name),
+                    input: inner.input.map(own),
                 },
                 None => AgentMessage::Unknown { kind: "control_request without request_id".to_owned() },
             }
@@ -495,7 +498,7 @@ fields! {
     total_cost_usd = "total_cost_usd", skip_transcript = "skip_transcript", ambient = "ambient", attempt = "attempt",
     max_retries = "max_retries", retry_delay_ms = "retry_delay_ms", error_status = "error_status", error = "error",
     command_uuid = "command_uuid", state = "state", response = "response", request = "request",
-    request_id = "request_id", tool_name = "tool_name", id = "id", role = "role", content = "content",
+    request_id = "request_id", tool_name = "tool_name", input = "input", id = "id", role = "role", content = "content",
     stop_reason = "stop_reason",
 }
 

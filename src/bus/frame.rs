@@ -23,10 +23,7 @@ pub struct Frame {
 
 impl fmt::Debug for Frame {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Frame")
-            .field("id", &self.id)
-            .field("bytes", &self.ws().len())
-            .finish_non_exhaustive()
+        f.debug_struct("Frame").field("id", &self.id).field("bytes", &self.ws().len()).finish_non_exhaustive()
     }
 }
 
@@ -34,25 +31,16 @@ impl Frame {
     /// The frame of a kept event; `data` is JSON text.
     #[must_use]
     pub fn kept(id: EventId, event: &str, data_json: &str, at: &str) -> Self {
-        Self::build(id, event, at, |to| {
-            to.extend_from_slice(data_json.as_bytes())
-        })
+        Self::build(id, event, at, |to| to.extend_from_slice(data_json.as_bytes()))
     }
 
     /// A frame of the stream itself (`hello`, `resync`), for one client.
     #[must_use]
     pub fn notice(event: &str, data_json: &str) -> Self {
-        Self::build(0, event, "", |to| {
-            to.extend_from_slice(data_json.as_bytes())
-        })
+        Self::build(0, event, "", |to| to.extend_from_slice(data_json.as_bytes()))
     }
 
-    pub(super) fn build(
-        id: EventId,
-        event: &str,
-        at: &str,
-        data: impl FnOnce(&mut Vec<u8>),
-    ) -> Self {
+    pub(super) fn build(id: EventId, event: &str, at: &str, data: impl FnOnce(&mut Vec<u8>)) -> Self {
         let mut bytes = Vec::with_capacity(256);
         bytes.resize(HEADER_BYTES_MAX, 0);
         bytes.push(b'{');
@@ -107,11 +95,7 @@ impl Frame {
         self.sse.get_or_init(|| {
             let json = self.json();
             // {"id":N,"event":"NAME" or {"event":"NAME"
-            let name_at = if self.id > 0 {
-                16 + self.id.to_string().len()
-            } else {
-                10
-            };
+            let name_at = if self.id > 0 { 16 + self.id.to_string().len() } else { 10 };
             let mut text = Vec::with_capacity(json.len() + 96);
             if self.id > 0 {
                 text.extend_from_slice(format!("id: {epoch}.{}\n", self.id).as_bytes());

@@ -46,6 +46,9 @@ pub trait EventStore: Send + Sync {
     /// # Errors
     /// When the store cannot be read.
     fn bounds(&self) -> Result<(EventId, EventId)>;
+
+    /// Somebody follows the stream from now on, or nobody does: a store that others write to looks only meanwhile.
+    fn set_watched(&self, _watched: bool) {}
 }
 
 /// A kept event as the store has it.
@@ -96,10 +99,7 @@ pub fn parse_cursor(text: &str) -> Result<Cursor, BadCursor> {
     if !id.bytes().all(|b| b.is_ascii_digit()) {
         return Err(BadCursor);
     }
-    Ok(Cursor {
-        epoch,
-        id: id.parse().map_err(|_| BadCursor)?,
-    })
+    Ok(Cursor { epoch, id: id.parse().map_err(|_| BadCursor)? })
 }
 
 /// What an in-process listener hears.
@@ -129,10 +129,7 @@ pub struct Bus {
 
 impl fmt::Debug for Bus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Bus")
-            .field("epoch", &self.epoch())
-            .field("head", &self.head())
-            .finish_non_exhaustive()
+        f.debug_struct("Bus").field("epoch", &self.epoch()).field("head", &self.head()).finish_non_exhaustive()
     }
 }
 
@@ -196,19 +193,14 @@ impl Bus {
 
     fn publish_to(&self, event: &'static str, data: &impl Serialize, heard: bool) {
         let mut failed = None;
-        let frame = Frame::build(
-            0,
-            event,
-            &crate::clock::rfc3339(crate::clock::now_ms()),
-            |to| {
-                let was = to.len();
-                if let Err(e) = serde_json::to_writer(&mut *to, data) {
-                    to.truncate(was);
-                    to.extend_from_slice(b"null");
-                    failed = Some(e);
-                }
-            },
-        );
+        let frame = Frame::build(0, event, &crate::clock::rfc3339(crate::clock::now_ms()), |to| {
+            let was = to.len();
+            if let Err(e) = serde_json::to_writer(&mut *to, data) {
+                to.truncate(was);
+                to.extend_from_slice(b"null");
+                failed = Some(e);
+            }
+        });
         match failed {
             // A map whose keys are no strings, say: a fault of ours that must not reach a client.
             Some(e) => log::error!("event {event} is not JSON: {e}"),
@@ -225,19 +217,14 @@ impl Bus {
     pub fn listen(&self, listener: Listener) {
         let mut listeners = self.listeners.lock();
         listeners.push(listener);
-        self.listener_count
-            .store(listeners.len(), Ordering::Release);
+        self.listener_count.store(listeners.len(), Ordering::Release);
     }
 
     fn send_on(&self, frame: Arc<Frame>, event: &str, heard: bool) {
         {
             let mut ring = self.ring.lock();
             if frame.id() > 0 && frame.id() <= ring.head {
-                log::error!(
-                    "event {} was published after event {}",
-                    frame.id(),
-                    ring.head
-                );
+                log::error!("event {} was published after event {}", frame.id(), ring.head);
                 return;
             }
             ring.push(frame.clone());
@@ -249,11 +236,7 @@ impl Bus {
         if heard && self.listener_count.load(Ordering::Acquire) > 0 {
             let listeners = self.listeners.lock().clone();
             let json = std::str::from_utf8(frame.json()).unwrap_or("null");
-            let heard = Heard {
-                id: (frame.id() > 0).then_some(frame.id()),
-                event,
-                json,
-            };
+            let heard = Heard { id: (frame.id() > 0).then_some(frame.id()), event, json };
             for listener in listeners {
                 listener(&heard);
             }
@@ -273,11 +256,7 @@ impl Bus {
     /// A reader that gets what is published from now on.
     pub(crate) fn live_reader(&self) -> Reader {
         let ring = self.ring.lock();
-        Reader {
-            next: ring.end(),
-            after: ring.head,
-            transient_from: ring.end(),
-        }
+        Reader { next: ring.end(), after: ring.head, transient_from: ring.end() }
     }
 
     /// Puts the reader into the ring, right behind the last event it has; false if the ring begins later.
@@ -298,22 +277,11 @@ impl Bus {
 
     /// Frames from number `from` on, whoever they are for, until `frames_max` or `bytes_max` is reached; the number of
     /// the first.
-    pub(crate) fn tail(
-        &self,
-        from: u64,
-        frames_max: usize,
-        bytes_max: usize,
-        out: &mut Vec<Arc<Frame>>,
-    ) -> u64 {
+    pub(crate) fn tail(&self, from: u64, frames_max: usize, bytes_max: usize, out: &mut Vec<Arc<Frame>>) -> u64 {
         let ring = self.ring.lock();
         let from = from.max(ring.first);
         let mut bytes = 0;
-        for entry in ring
-            .entries
-            .iter()
-            .skip((from - ring.first) as usize)
-            .take(frames_max)
-        {
+        for entry in ring.entries.iter().skip((from - ring.first) as usize).take(frames_max) {
             bytes += entry.frame.ws().len();
             if bytes > bytes_max && !out.is_empty() {
                 break;
@@ -379,10 +347,7 @@ mod tests {
             ("١", None),
         ];
         for (text, wanted) in table {
-            let wanted = wanted.map(|(e, id): (Option<&str>, i64)| Cursor {
-                epoch: e.map(str::to_owned),
-                id,
-            });
+            let wanted = wanted.map(|(e, id): (Option<&str>, i64)| Cursor { epoch: e.map(str::to_owned), id });
             assert_eq!(parse_cursor(text).ok(), wanted, "{text:?}");
         }
     }
@@ -392,9 +357,7 @@ mod tests {
         for size in [0, 100, 200, 65_000, 66_000] {
             let data = json!({"t": "x".repeat(size)}).to_string();
             let frame = Frame::kept(123, "chat-complete", &data, "2026-12-01T00:00:00.000Z");
-            let json = format!(
-                r#"{{"id":123,"event":"chat-complete","data":{data},"at":"2026-12-01T00:00:00.000Z"}}"#
-            );
+            let json = format!(r#"{{"id":123,"event":"chat-complete","data":{data},"at":"2026-12-01T00:00:00.000Z"}}"#);
             assert_eq!(std::str::from_utf8(frame.json()).unwrap(), json);
             let (head, len) = header(json.len());
             assert_eq!(&frame.ws()[..len], &head[..len]);
@@ -403,15 +366,9 @@ mod tests {
             assert_eq!(std::str::from_utf8(frame.sse("e1")).unwrap(), sse);
         }
         assert_eq!(header(125).1, 2);
-        assert_eq!(
-            (header(126).1, header(65_535).1, header(65_536).1),
-            (4, 4, 10)
-        );
+        assert_eq!((header(126).1, header(65_535).1, header(65_536).1), (4, 4, 10));
         let transient = Frame::notice("hello", "{}");
-        assert_eq!(
-            transient.sse("e"),
-            b"event: hello\ndata: {\"event\":\"hello\",\"data\":{}}\n\n"
-        );
+        assert_eq!(transient.sse("e"), b"event: hello\ndata: {\"event\":\"hello\",\"data\":{}}\n\n");
     }
 
     #[test]
@@ -420,44 +377,20 @@ mod tests {
         for id in 11..=15 {
             keep(&bus, id);
         }
-        for (after, wanted) in [
-            (10, vec![11, 12, 13, 14, 15]),
-            (13, vec![14, 15]),
-            (15, vec![]),
-            (20, vec![]),
-        ] {
-            let mut reader = Reader {
-                next: 0,
-                after,
-                transient_from: bus.end(),
-            };
+        for (after, wanted) in [(10, vec![11, 12, 13, 14, 15]), (13, vec![14, 15]), (15, vec![]), (20, vec![])] {
+            let mut reader = Reader { next: 0, after, transient_from: bus.end() };
             assert!(bus.join(&mut reader), "{after}");
-            assert_eq!(
-                read_all(&bus, &mut reader),
-                (wanted, Reading::Whole, 0),
-                "{after}"
-            );
+            assert_eq!(read_all(&bus, &mut reader), (wanted, Reading::Whole, 0), "{after}");
         }
-        let mut reader = Reader {
-            next: 0,
-            after: 9,
-            transient_from: bus.end(),
-        };
+        let mut reader = Reader { next: 0, after: 9, transient_from: bus.end() };
         assert!(!bus.join(&mut reader), "event 10 is in the store only");
         // Read ahead from the store: what the ring gets later is no double.
-        let mut reader = Reader {
-            next: 0,
-            after: 17,
-            transient_from: bus.end(),
-        };
+        let mut reader = Reader { next: 0, after: 17, transient_from: bus.end() };
         assert!(bus.join(&mut reader));
         for id in 16..=19 {
             keep(&bus, id);
         }
-        assert_eq!(
-            read_all(&bus, &mut reader),
-            (vec![18, 19], Reading::Whole, 0)
-        );
+        assert_eq!(read_all(&bus, &mut reader), (vec![18, 19], Reading::Whole, 0));
     }
 
     #[test]
@@ -473,10 +406,7 @@ mod tests {
         at_two.after = 2;
         keep(&bus, 5);
         assert_eq!(read_all(&bus, &mut reader).1, Reading::Behind);
-        assert_eq!(
-            read_all(&bus, &mut at_two),
-            (vec![3, 4, 5], Reading::Whole, 0)
-        );
+        assert_eq!(read_all(&bus, &mut at_two), (vec![3, 4, 5], Reading::Whole, 0));
         // Only transient ones fell out since: nothing that the store has is missing.
         for _ in 0..10 {
             bus.publish("t", &json!({}));
@@ -492,11 +422,7 @@ mod tests {
         keep(&bus, 1);
         bus.publish("t", &json!({}));
         keep(&bus, 2);
-        let mut reader = Reader {
-            next: 0,
-            after: 0,
-            transient_from: bus.end(),
-        };
+        let mut reader = Reader { next: 0, after: 0, transient_from: bus.end() };
         bus.publish("t", &json!({}));
         assert!(bus.join(&mut reader));
         assert_eq!(read_all(&bus, &mut reader).0, [1, 2, 0]);
@@ -509,17 +435,10 @@ mod tests {
         keep(&bus, 1);
         keep(&bus, 4);
         let mut out = Vec::new();
-        assert_eq!(
-            bus.read(&mut reader, 100, usize::MAX, &mut out).0,
-            Reading::More
-        );
+        assert_eq!(bus.read(&mut reader, 100, usize::MAX, &mut out).0, Reading::More);
         assert_eq!(ids(&out), [1]);
         reader.pass(&out[0]);
-        assert_eq!(
-            read_all(&bus, &mut reader).1,
-            Reading::Behind,
-            "2 and 3 are in the store"
-        );
+        assert_eq!(read_all(&bus, &mut reader).1, Reading::Behind, "2 and 3 are in the store");
         assert!(!bus.join(&mut reader));
         reader.after = 3;
         assert!(bus.join(&mut reader));
@@ -538,18 +457,9 @@ mod tests {
         }
         let (got, seen, _) = read_all(&bus, &mut reader);
         assert_eq!(seen, Reading::Whole);
-        assert_eq!(
-            got.iter()
-                .filter(|id| **id > 0)
-                .copied()
-                .collect::<Vec<_>>(),
-            (1..=40).collect::<Vec<_>>()
-        );
+        assert_eq!(got.iter().filter(|id| **id > 0).copied().collect::<Vec<_>>(), (1..=40).collect::<Vec<_>>());
         let transient = got.iter().filter(|id| **id == 0).count();
-        assert!(
-            (10..=16).contains(&transient),
-            "the last MiB of 64 KiB frames: {transient}"
-        );
+        assert!((10..=16).contains(&transient), "the last MiB of 64 KiB frames: {transient}");
     }
 
     #[test]
@@ -557,10 +467,7 @@ mod tests {
         let bus = Bus::new("e", 5);
         let heard = Arc::new(Mutex::new(Vec::new()));
         let to = heard.clone();
-        bus.listen(Arc::new(move |h| {
-            to.lock()
-                .push((h.id, h.event.to_owned(), h.json.to_owned()))
-        }));
+        bus.listen(Arc::new(move |h| to.lock().push((h.id, h.event.to_owned(), h.json.to_owned()))));
         keep(&bus, 5);
         keep(&bus, 6);
         bus.publish("chat-phase", &json!({"phase": "idle"}));
@@ -626,8 +533,7 @@ mod tests {
                     return;
                 }
                 let mut out = Vec::new();
-                *replaying =
-                    self.bus.read(reader, frames, usize::MAX, &mut out).0 == Reading::Behind;
+                *replaying = self.bus.read(reader, frames, usize::MAX, &mut out).0 == Reading::Behind;
                 for taken in out.iter().take(written) {
                     reader.pass(taken);
                     got.extend(Some(taken.frame.id()).filter(|id| *id > 0));

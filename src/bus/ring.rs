@@ -75,15 +75,7 @@ pub(super) struct Ring {
 
 impl Ring {
     pub(super) fn new(frames_max: usize, bytes_max: u64) -> Self {
-        Self {
-            entries: VecDeque::new(),
-            first: 0,
-            head: 0,
-            floor: 0,
-            bytes_through: 0,
-            frames_max,
-            bytes_max,
-        }
+        Self { entries: VecDeque::new(), first: 0, head: 0, floor: 0, bytes_through: 0, frames_max, bytes_max }
     }
 
     pub(super) fn end(&self) -> u64 {
@@ -99,14 +91,8 @@ impl Ring {
             self.head = frame.id();
         }
         self.bytes_through += frame.ws().len() as u64;
-        self.entries.push_back(Entry {
-            frame,
-            kept_through: self.head,
-            bytes_through: self.bytes_through,
-        });
-        while self.entries.len() > 1
-            && (self.entries.len() > self.frames_max || self.held() > self.bytes_max)
-        {
+        self.entries.push_back(Entry { frame, kept_through: self.head, bytes_through: self.bytes_through });
+        while self.entries.len() > 1 && (self.entries.len() > self.frames_max || self.held() > self.bytes_max) {
             if let Some(gone) = self.entries.pop_front() {
                 self.first += 1;
                 self.floor = self.floor.max(gone.frame.id());
@@ -115,9 +101,7 @@ impl Ring {
     }
 
     fn held(&self) -> u64 {
-        self.entries.front().map_or(0, |e| {
-            self.bytes_through - e.bytes_through + e.frame.ws().len() as u64
-        })
+        self.entries.front().map_or(0, |e| self.bytes_through - e.bytes_through + e.frame.ws().len() as u64)
     }
 
     pub(super) fn read(
@@ -142,11 +126,7 @@ impl Ring {
             let id = entry.frame.id();
             let wanted = if id > 0 {
                 if id > after + 1 && after < self.floor {
-                    let seen = if out.is_empty() {
-                        Reading::Behind
-                    } else {
-                        Reading::More
-                    };
+                    let seen = if out.is_empty() { Reading::Behind } else { Reading::More };
                     return (seen, lost);
                 }
                 id > after
@@ -160,11 +140,7 @@ impl Ring {
                     return (Reading::More, lost);
                 }
                 bytes += entry.frame.ws().len();
-                out.push(Taken {
-                    frame: entry.frame.clone(),
-                    number: at,
-                    dropped,
-                });
+                out.push(Taken { frame: entry.frame.clone(), number: at, dropped });
                 dropped = 0;
                 after = after.max(id);
             } else if out.is_empty() {
@@ -181,10 +157,7 @@ impl Ring {
         if reader.after < self.floor {
             return false;
         }
-        let kept = self.first
-            + self
-                .entries
-                .partition_point(|e| e.kept_through <= reader.after) as u64;
+        let kept = self.first + self.entries.partition_point(|e| e.kept_through <= reader.after) as u64;
         reader.next = kept.min(reader.transient_from.max(self.first));
         true
     }

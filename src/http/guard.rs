@@ -36,15 +36,11 @@ impl Token {
     /// [`Code::BadField`] for anything else; the text does not hold it.
     pub fn parse(text: &str) -> Result<Self> {
         let fits = (TOKEN_BYTES_MIN..=TOKEN_BYTES_MAX).contains(&text.len());
-        let plain = |b: u8| {
-            b.is_ascii_alphanumeric() || matches!(b, b'-' | b'.' | b'_' | b'~' | b'+' | b'/' | b'=')
-        };
+        let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'.' | b'_' | b'~' | b'+' | b'/' | b'=');
         if fits && text.bytes().all(plain) {
             return Ok(Self(text.as_bytes().into()));
         }
-        let range = format!(
-            "a token is {TOKEN_BYTES_MIN} to {TOKEN_BYTES_MAX} of A-Z a-z 0-9 - . _ ~ + / ="
-        );
+        let range = format!("a token is {TOKEN_BYTES_MIN} to {TOKEN_BYTES_MAX} of A-Z a-z 0-9 - . _ ~ + / =");
         Err(Error::new(Code::BadField, range))
     }
 
@@ -101,25 +97,17 @@ impl Guard {
     /// without a token.
     pub fn new(listen: SocketAddr, public_url: Option<&str>, token: Option<Token>) -> Result<Self> {
         if !listen.ip().is_loopback() && token.is_none() {
-            let text =
-                format!("listening on {listen} needs --token-file: other machines could reach it");
+            let text = format!("listening on {listen} needs --token-file: other machines could reach it");
             return Err(Error::new(Code::BadField, text));
         }
         let port = listen.port();
-        let mut hosts = vec![
-            format!("127.0.0.1:{port}"),
-            format!("localhost:{port}"),
-            format!("[::1]:{port}"),
-        ];
+        let mut hosts = vec![format!("127.0.0.1:{port}"), format!("localhost:{port}"), format!("[::1]:{port}")];
         if !listen.ip().is_unspecified() {
             hosts.push(listen.to_string());
         }
         if port == 80 {
             // A client leaves out the port that the scheme implies.
-            let bare: Vec<String> = hosts
-                .iter()
-                .map(|h| h.trim_end_matches(":80").to_owned())
-                .collect();
+            let bare: Vec<String> = hosts.iter().map(|h| h.trim_end_matches(":80").to_owned()).collect();
             hosts.extend(bare);
         }
         let mut origins: Vec<String> = hosts.iter().map(|h| format!("http://{h}")).collect();
@@ -143,15 +131,7 @@ impl Guard {
         let any_address = listen.ip().is_unspecified();
         // Cookies are shared by all ports of a host: two servers on one machine must not overwrite each other's.
         let cookie_name = format!("beebox-{port}");
-        Ok(Self {
-            hosts,
-            origins,
-            any_address,
-            port,
-            token,
-            secure_cookie,
-            cookie_name,
-        })
+        Ok(Self { hosts, origins, any_address, port, token, secure_cookie, cookie_name })
     }
 
     /// Checks the authority that the client called us by.
@@ -161,21 +141,10 @@ impl Guard {
     pub fn vet_host(&self, host: &str, door: Door) -> Result<()> {
         let ours = self.hosts.iter().any(|h| h.eq_ignore_ascii_case(host))
             || match door {
-                Door::ChatSocket => ["localhost", "127.0.0.1", "[::1]"]
-                    .iter()
-                    .any(|h| h.eq_ignore_ascii_case(host)),
-                Door::Port { local } => {
-                    self.any_address && local.is_some_and(|l| self.is_address(host, l))
-                }
+                Door::ChatSocket => ["localhost", "127.0.0.1", "[::1]"].iter().any(|h| h.eq_ignore_ascii_case(host)),
+                Door::Port { local } => self.any_address && local.is_some_and(|l| self.is_address(host, l)),
             };
-        if ours {
-            Ok(())
-        } else {
-            Err(Error::new(
-                Code::ForbiddenHost,
-                "the Host header names none of our addresses",
-            ))
-        }
+        if ours { Ok(()) } else { Err(Error::new(Code::ForbiddenHost, "the Host header names none of our addresses")) }
     }
 
     /// A literal address cannot be rebound, so the address that the client really reached is one of ours.
@@ -183,12 +152,7 @@ impl Guard {
         let plain = |ip: IpAddr| ip.to_canonical();
         match host.parse::<SocketAddr>() {
             Ok(named) => named.port() == self.port && plain(named.ip()) == plain(local.ip()),
-            Err(_) => {
-                self.port == 80
-                    && host
-                        .parse::<IpAddr>()
-                        .is_ok_and(|ip| plain(ip) == plain(local.ip()))
-            }
+            Err(_) => self.port == 80 && host.parse::<IpAddr>().is_ok_and(|ip| plain(ip) == plain(local.ip())),
         }
     }
 
@@ -208,26 +172,14 @@ impl Guard {
                             .is_some_and(|host| local.is_some_and(|l| self.is_address(host, l)))
                 }
             };
-        if ours {
-            Ok(())
-        } else {
-            Err(Error::new(
-                Code::ForbiddenOrigin,
-                "a page of another origin asks",
-            ))
-        }
+        if ours { Ok(()) } else { Err(Error::new(Code::ForbiddenOrigin, "a page of another origin asks")) }
     }
 
     /// Checks the bearer token or its cookie. The kernel's word about the peer of `chat.sock` stands for a token.
     ///
     /// # Errors
     /// [`Code::Unauthorized`].
-    pub fn vet_token(
-        &self,
-        authorization: Option<&str>,
-        cookie: Option<&str>,
-        door: Door,
-    ) -> Result<()> {
+    pub fn vet_token(&self, authorization: Option<&str>, cookie: Option<&str>, door: Door) -> Result<()> {
         let Some(token) = &self.token else {
             return Ok(());
         };
@@ -236,9 +188,7 @@ impl Guard {
         }
         let given = match authorization {
             Some(value) => match value.split_once(' ') {
-                Some((scheme, rest)) if scheme.eq_ignore_ascii_case("bearer") => {
-                    Some(rest.trim_start())
-                }
+                Some((scheme, rest)) if scheme.eq_ignore_ascii_case("bearer") => Some(rest.trim_start()),
                 Some(_) | None => None,
             },
             None => cookie.and_then(|all| find_cookie(all, &self.cookie_name)),
@@ -264,9 +214,7 @@ impl Guard {
     /// True when `given` is the token itself (pasted into the login page).
     #[must_use]
     pub fn is_token(&self, given: &str) -> bool {
-        self.token
-            .as_ref()
-            .is_some_and(|t| t.matches(given.as_bytes()))
+        self.token.as_ref().is_some_and(|t| t.matches(given.as_bytes()))
     }
 
     /// The Set-Cookie value that logs a browser in: out of reach of scripts, never sent along from another site.
@@ -274,28 +222,18 @@ impl Guard {
     pub fn set_cookie(&self) -> Option<String> {
         let value = self.token.as_ref()?.cookie_value();
         let secure = if self.secure_cookie { "; Secure" } else { "" };
-        Some(format!(
-            "{}={value}; Path=/; HttpOnly; SameSite=Strict; Max-Age=31536000{secure}",
-            self.cookie_name
-        ))
+        Some(format!("{}={value}; Path=/; HttpOnly; SameSite=Strict; Max-Age=31536000{secure}", self.cookie_name))
     }
 }
 
 fn has_port(authority: &str) -> bool {
-    let after = authority
-        .rfind(']')
-        .map_or(authority, |at| &authority[at..]);
+    let after = authority.rfind(']').map_or(authority, |at| &authority[at..]);
     after.contains(':')
 }
 
 /// Scheme and authority of `http(s)://host[:port][/]`, in lower case.
 fn public_authority(url: &str) -> Result<(&'static str, String)> {
-    let wrong = || {
-        Error::new(
-            Code::BadField,
-            format!("--public-url {url}: must be http(s)://host[:port]"),
-        )
-    };
+    let wrong = || Error::new(Code::BadField, format!("--public-url {url}: must be http(s)://host[:port]"));
     let (scheme, rest) = url.split_once("://").ok_or_else(wrong)?;
     let scheme = match scheme {
         "http" => "http",
@@ -303,8 +241,7 @@ fn public_authority(url: &str) -> Result<(&'static str, String)> {
         _ => return Err(wrong()),
     };
     let authority = rest.strip_suffix('/').unwrap_or(rest).to_ascii_lowercase();
-    let plain =
-        |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'-' | b'_' | b':' | b'[' | b']');
+    let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'-' | b'_' | b':' | b'[' | b']');
     if authority.is_empty() || !authority.bytes().all(plain) {
         return Err(wrong());
     }
@@ -346,13 +283,7 @@ impl Logins {
             .0
             .iter()
             .enumerate()
-            .fold(None, |hit, (at, (code, _))| {
-                if same(code.as_bytes(), given.as_bytes()) {
-                    Some(at)
-                } else {
-                    hit
-                }
-            });
+            .fold(None, |hit, (at, (code, _))| if same(code.as_bytes(), given.as_bytes()) { Some(at) } else { hit });
         hit.map(|at| self.0.remove(at)).is_some()
     }
 }
@@ -364,25 +295,15 @@ mod tests {
     const PORT: Door = Door::Port { local: None };
 
     fn guard(listen: &str, url: Option<&str>, token: Option<&str>) -> Guard {
-        Guard::new(
-            listen.parse().unwrap(),
-            url,
-            token.map(|t| Token::parse(t).unwrap()),
-        )
-        .unwrap()
+        Guard::new(listen.parse().unwrap(), url, token.map(|t| Token::parse(t).unwrap())).unwrap()
     }
 
     #[test]
     fn only_our_own_names_pass_as_host() {
         let g = guard("127.0.0.1:7717", Some("https://box.example/"), None);
-        for good in [
-            "127.0.0.1:7717",
-            "localhost:7717",
-            "LOCALHOST:7717",
-            "[::1]:7717",
-            "box.example",
-            "box.example:443",
-        ] {
+        for good in
+            ["127.0.0.1:7717", "localhost:7717", "LOCALHOST:7717", "[::1]:7717", "box.example", "box.example:443"]
+        {
             assert!(g.vet_host(good, PORT).is_ok(), "{good}");
         }
         for bad in [
@@ -400,11 +321,7 @@ mod tests {
             "127.0.0.1:07717",
             "user@localhost:7717",
         ] {
-            assert_eq!(
-                g.vet_host(bad, PORT).unwrap_err().code(),
-                Code::ForbiddenHost,
-                "{bad}"
-            );
+            assert_eq!(g.vet_host(bad, PORT).unwrap_err().code(), Code::ForbiddenHost, "{bad}");
         }
         assert!(g.vet_host("localhost", Door::ChatSocket).is_ok());
         assert!(g.vet_host("evil.example", Door::ChatSocket).is_err());
@@ -413,9 +330,7 @@ mod tests {
     #[test]
     fn listening_everywhere_takes_the_address_that_was_reached_and_no_name() {
         let g = guard("0.0.0.0:80", None, Some("0123456789abcdef"));
-        let door = Door::Port {
-            local: Some("192.168.1.5:80".parse().unwrap()),
-        };
+        let door = Door::Port { local: Some("192.168.1.5:80".parse().unwrap()) };
         assert!(g.vet_host("192.168.1.5", door).is_ok());
         assert!(g.vet_host("192.168.1.5:80", door).is_ok());
         assert!(g.vet_host("localhost", door).is_ok());
@@ -428,12 +343,7 @@ mod tests {
     #[test]
     fn foreign_and_null_origins_are_refused() {
         let g = guard("127.0.0.1:7717", Some("https://box.example"), None);
-        for good in [
-            None,
-            Some("http://127.0.0.1:7717"),
-            Some("http://localhost:7717"),
-            Some("https://box.example"),
-        ] {
+        for good in [None, Some("http://127.0.0.1:7717"), Some("http://localhost:7717"), Some("https://box.example")] {
             assert!(g.vet_origin(good, PORT).is_ok(), "{good:?}");
         }
         for bad in [
@@ -446,11 +356,7 @@ mod tests {
             "http://box.example",
             "http://localhost:7717/",
         ] {
-            assert_eq!(
-                g.vet_origin(Some(bad), PORT).unwrap_err().code(),
-                Code::ForbiddenOrigin,
-                "{bad}"
-            );
+            assert_eq!(g.vet_origin(Some(bad), PORT).unwrap_err().code(), Code::ForbiddenOrigin, "{bad}");
         }
     }
 
@@ -469,11 +375,7 @@ mod tests {
         assert!(!ok(Some("Basic x"), Some("beebox-7717=0123456789abcdef")));
         assert!(!ok(None, Some("beebox-7718=0123456789abcdef")));
         assert!(g.vet_token(None, None, Door::ChatSocket).is_ok());
-        assert!(
-            guard("127.0.0.1:7717", None, None)
-                .vet_token(None, None, PORT)
-                .is_ok()
-        );
+        assert!(guard("127.0.0.1:7717", None, None).vet_token(None, None, PORT).is_ok());
         assert_eq!(format!("{:?}", g.token), "Some(Token(…))");
     }
 
@@ -481,30 +383,12 @@ mod tests {
     fn an_open_address_without_a_token_and_a_strange_public_url_are_refused() {
         let new = |listen: &str, url| Guard::new(listen.parse().unwrap(), url, None).map(|_| ());
         for listen in ["0.0.0.0:1", "[::]:1", "10.0.0.1:1"] {
-            assert!(
-                new(listen, None)
-                    .unwrap_err()
-                    .text()
-                    .contains("--token-file"),
-                "{listen}"
-            );
+            assert!(new(listen, None).unwrap_err().text().contains("--token-file"), "{listen}");
         }
-        for url in [
-            "box.example",
-            "ftp://box",
-            "https://",
-            "https://a/b",
-            "https://a b",
-            "https://user@box",
-        ] {
+        for url in ["box.example", "ftp://box", "https://", "https://a/b", "https://a b", "https://user@box"] {
             assert!(new("127.0.0.1:1", Some(url)).is_err(), "{url}");
         }
-        for short in [
-            "",
-            "short",
-            "with space in the middle",
-            "quo\"te-0123456789",
-        ] {
+        for short in ["", "short", "with space in the middle", "quo\"te-0123456789"] {
             assert!(Token::parse(short).is_err(), "{short}");
         }
     }

@@ -96,11 +96,7 @@ impl Reply {
     /// A status alone.
     #[must_use]
     pub fn empty(status: u16) -> Self {
-        Self {
-            status,
-            headers: Vec::new(),
-            body: Body::Bytes(Vec::new()),
-        }
+        Self { status, headers: Vec::new(), body: Body::Bytes(Vec::new()) }
     }
 
     /// The answer to a failure.
@@ -111,26 +107,16 @@ impl Reply {
             error: &'a str,
             code: &'static str,
         }
-        let bytes = serde_json::to_vec(&Shape {
-            error: error.text(),
-            code: error.code().word(),
-        })
-        .unwrap_or_default();
+        let bytes = serde_json::to_vec(&Shape { error: error.text(), code: error.code().word() }).unwrap_or_default();
         let mut reply = Self::json_bytes(status(error.code()), bytes);
         match error.code() {
             Code::QueueFull | Code::CannotRecord | Code::ShuttingDown | Code::Overloaded => {
-                reply
-                    .headers
-                    .push(("Retry-After", RETRY_AFTER_S.to_owned()));
+                reply.headers.push(("Retry-After", RETRY_AFTER_S.to_owned()));
             }
-            Code::Unauthorized => reply
-                .headers
-                .push(("WWW-Authenticate", "Bearer".to_owned())),
+            Code::Unauthorized => reply.headers.push(("WWW-Authenticate", "Bearer".to_owned())),
             Code::UpgradeRequired => {
                 reply.headers.push(("Upgrade", "websocket".to_owned()));
-                reply
-                    .headers
-                    .push(("Sec-WebSocket-Version", "13".to_owned()));
+                reply.headers.push(("Sec-WebSocket-Version", "13".to_owned()));
             }
             Code::BadRequest
             | Code::BadJson
@@ -176,17 +162,12 @@ impl Reply {
             let _ = write!(out, "Content-Length: {}\r\n", self.body.len());
         }
         for (name, value) in &self.headers {
-            if FRAMING
-                .iter()
-                .any(|framing| name.eq_ignore_ascii_case(framing))
-            {
+            if FRAMING.iter().any(|framing| name.eq_ignore_ascii_case(framing)) {
                 log::error!("an answer sets {name} itself: left out");
                 continue;
             }
             if value.bytes().any(|b| b < 0x20 && b != b'\t' || b >= 0x7f) {
-                log::error!(
-                    "header {name} of an answer holds bytes that are not printable ASCII: left out"
-                );
+                log::error!("header {name} of an answer holds bytes that are not printable ASCII: left out");
                 continue;
             }
             let _ = write!(out, "{name}: {value}\r\n");
@@ -268,24 +249,14 @@ mod tests {
     fn an_error_answer_names_text_and_code_and_when_to_come_back() {
         let reply = Reply::from_error(&Error::new(Code::Overloaded, "try \"later\""));
         assert_eq!(reply.status, 503);
-        assert!(
-            reply
-                .headers
-                .iter()
-                .any(|(n, v)| *n == "Retry-After" && v == "1")
-        );
-        let Body::Bytes(bytes) = reply.body else {
-            panic!("bytes")
-        };
+        assert!(reply.headers.iter().any(|(n, v)| *n == "Retry-After" && v == "1"));
+        let Body::Bytes(bytes) = reply.body else { panic!("bytes") };
         assert_eq!(bytes, br#"{"error":"try \"later\"","code":"overloaded"}"#);
     }
 
     #[test]
     fn a_head_cannot_be_split_or_reframed_by_its_fields() {
-        let reply = Reply::text(200, "abc")
-            .with("X-A", "b\r\nX-B: c")
-            .with("Content-Length", "9")
-            .with("X-C", "d");
+        let reply = Reply::text(200, "abc").with("X-A", "b\r\nX-B: c").with("Content-Length", "9").with("X-C", "d");
         let mut out = Vec::new();
         reply.write_head(&mut out, Some("close"), None);
         let text = String::from_utf8(out).unwrap();

@@ -222,10 +222,9 @@ impl Route {
             | Route::SetFeature
             | Route::Threads
             | Route::Asset { .. } => Lane::Work,
-            Route::History { .. }
-            | Route::Bootstrap { .. }
-            | Route::PendingImage { .. }
-            | Route::Media { .. } => Lane::Bulk,
+            Route::History { .. } | Route::Bootstrap { .. } | Route::PendingImage { .. } | Route::Media { .. } => {
+                Lane::Bulk
+            }
             Route::Turns { wait_ms, .. } => {
                 if *wait_ms == 0 {
                     Lane::Work
@@ -234,11 +233,7 @@ impl Route {
                 }
             }
             Route::ThreadsSend => Lane::Wait,
-            Route::DebugThreads
-            | Route::Healthz
-            | Route::Readyz
-            | Route::Metrics
-            | Route::Login => Lane::Local,
+            Route::DebugThreads | Route::Healthz | Route::Readyz | Route::Metrics | Route::Login => Lane::Local,
             Route::Events => Lane::Push,
         }
     }
@@ -255,9 +250,7 @@ const GET_POST: &str = "GET, HEAD, POST";
 pub fn parse(method: &str, target: &str) -> Result<Route, Refusal> {
     let (raw_path, query) = target.split_once('?').unwrap_or((target, ""));
     let path = decode_path(raw_path)?;
-    let path = path
-        .strip_prefix('/')
-        .ok_or_else(|| bad("the target must start with /"))?;
+    let path = path.strip_prefix('/').ok_or_else(|| bad("the target must start with /"))?;
     let mut parts = [""; 6];
     let mut count = 0;
     for part in path.split('/') {
@@ -268,48 +261,29 @@ pub fn parse(method: &str, target: &str) -> Result<Route, Refusal> {
         count += 1;
     }
     let get = || {
-        if method == "GET" || method == "HEAD" {
-            Ok(())
-        } else {
-            Err(not_allowed(GET))
-        }
+        if method == "GET" || method == "HEAD" { Ok(()) } else { Err(not_allowed(GET)) }
     };
     let post = |route: Route| {
-        if method == "POST" {
-            Ok(route)
-        } else {
-            Err(not_allowed(POST))
-        }
+        if method == "POST" { Ok(route) } else { Err(not_allowed(POST)) }
     };
     match &parts[..count] {
         ["api", "chat", "send"] => post(Route::Send),
         ["api", "chat", "history"] => {
             get()?;
             let q = Query::parse(query)?;
-            Ok(Route::History {
-                session: session(&q)?,
-                window: window(&q)?,
-            })
+            Ok(Route::History { session: session(&q)?, window: window(&q)? })
         }
         ["api", "chat", "bootstrap"] => {
             get()?;
             let q = Query::parse(query)?;
-            let of = if q.get("session")?.is_some() {
-                Some(session(&q)?)
-            } else {
-                None
-            };
-            let tail = q
-                .count("tail", PAGE_ENTRIES_MAX)?
-                .unwrap_or(PAGE_ENTRIES_DEFAULT);
+            let of = if q.get("session")?.is_some() { Some(session(&q)?) } else { None };
+            let tail = q.count("tail", PAGE_ENTRIES_MAX)?.unwrap_or(PAGE_ENTRIES_DEFAULT);
             Ok(Route::Bootstrap { session: of, tail })
         }
         ["api", "chat", "sessions"] => get().map(|()| Route::Sessions),
         ["api", "chat", "status"] => {
             get()?;
-            Ok(Route::Status {
-                session: session(&Query::parse(query)?)?,
-            })
+            Ok(Route::Status { session: session(&Query::parse(query)?)? })
         }
         ["api", "chat", "interrupt"] => post(Route::Interrupt),
         ["api", "chat", "stop"] => post(Route::Stop),
@@ -320,15 +294,10 @@ pub fn parse(method: &str, target: &str) -> Result<Route, Refusal> {
         ["api", "chat", "pending", message, n] => {
             get()?;
             let message = MessageUuid::parse(message).map_err(|e| field("messageUuid", e))?;
-            Ok(Route::PendingImage {
-                message,
-                n: index(n)?,
-            })
+            Ok(Route::PendingImage { message, n: index(n)? })
         }
         ["api", "chat", "features"] => match method {
-            "GET" | "HEAD" => Ok(Route::GetFeatures {
-                session: session(&Query::parse(query)?)?,
-            }),
+            "GET" | "HEAD" => Ok(Route::GetFeatures { session: session(&Query::parse(query)?)? }),
             "POST" => Ok(Route::SetFeature),
             _ => Err(not_allowed(GET_POST)),
         },
@@ -338,11 +307,7 @@ pub fn parse(method: &str, target: &str) -> Result<Route, Refusal> {
             let q = Query::parse(query)?;
             let after = q.number("after", u64::MAX)?.unwrap_or(0);
             let wait_ms = q.number("wait", TURNS_WAIT_MS_MAX)?.unwrap_or(0);
-            Ok(Route::Turns {
-                turn,
-                after,
-                wait_ms,
-            })
+            Ok(Route::Turns { turn, after, wait_ms })
         }
         ["api", "session-media", rest @ ..] if rest.len() != 3 => {
             get()?;
@@ -354,15 +319,8 @@ pub fn parse(method: &str, target: &str) -> Result<Route, Refusal> {
             if !crate::ids::is_plain_id(entry) {
                 return Err(bad("entryUuid is 1 to 64 of A-Z a-z 0-9 _ -").into());
             }
-            let media = MediaRef {
-                session: of,
-                entry: (*entry).to_owned(),
-                index: index(n)?,
-            };
-            Ok(Route::Media {
-                media,
-                head: method == "HEAD",
-            })
+            let media = MediaRef { session: of, entry: (*entry).to_owned(), index: index(n)? };
+            Ok(Route::Media { media, head: method == "HEAD" })
         }
         ["api", "threads", "send"] => post(Route::ThreadsSend),
         ["api", "threads"] => get().map(|()| Route::Threads),
@@ -381,12 +339,8 @@ pub fn parse(method: &str, target: &str) -> Result<Route, Refusal> {
             "GET" | "HEAD" | "POST" => Ok(Route::Login),
             _ => Err(not_allowed(GET_POST)),
         },
-        [""] => get().map(|()| Route::Asset {
-            path: "/".to_owned(),
-        }),
-        [name] | ["assets", name] if is_file_name(name) => get().map(|()| Route::Asset {
-            path: format!("/{path}"),
-        }),
+        [""] => get().map(|()| Route::Asset { path: "/".to_owned() }),
+        [name] | ["assets", name] if is_file_name(name) => get().map(|()| Route::Asset { path: format!("/{path}") }),
         _ => Err(unknown()),
     }
 }
@@ -405,9 +359,7 @@ fn is_file_name(name: &str) -> bool {
         && !name.starts_with('.')
         && name.contains('.')
         && !name.contains("..")
-        && name
-            .bytes()
-            .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
+        && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
 }
 
 fn bad(text: impl Into<String>) -> Error {
@@ -423,20 +375,12 @@ fn unknown() -> Refusal {
 }
 
 fn not_allowed(allow: &'static str) -> Refusal {
-    let error = Error::new(
-        Code::MethodNotAllowed,
-        format!("this path answers to {allow}"),
-    );
-    Refusal {
-        error,
-        allow: Some(allow),
-    }
+    let error = Error::new(Code::MethodNotAllowed, format!("this path answers to {allow}"));
+    Refusal { error, allow: Some(allow) }
 }
 
 fn session(q: &Query<'_>) -> Result<SessionId, Error> {
-    let text = q
-        .get("session")?
-        .ok_or_else(|| field("session", "missing"))?;
+    let text = q.get("session")?.ok_or_else(|| field("session", "missing"))?;
     SessionId::parse(&text).map_err(|e| field("session", e))
 }
 
@@ -449,10 +393,7 @@ fn window(q: &Query<'_>) -> Result<Window, Error> {
         if tail.is_some() || least.is_some() {
             return Err(field("tail", "either tail or offset and limit"));
         }
-        return Ok(Window::Page {
-            offset: offset.unwrap_or(0),
-            limit: limit.unwrap_or(PAGE_ENTRIES_DEFAULT),
-        });
+        return Ok(Window::Page { offset: offset.unwrap_or(0), limit: limit.unwrap_or(PAGE_ENTRIES_DEFAULT) });
     }
     Ok(Window::Tail {
         tail: tail.unwrap_or(PAGE_ENTRIES_DEFAULT),
@@ -485,15 +426,8 @@ fn decode_path(raw: &str) -> Result<Cow<'_, str>, Error> {
     decode(raw, false, |b| b == b'/' || b < 0x20 || b == 0x7f)
 }
 
-fn decode(
-    raw: &str,
-    plus_is_space: bool,
-    refuse: impl Fn(u8) -> bool,
-) -> Result<Cow<'_, str>, Error> {
-    if !raw
-        .bytes()
-        .any(|b| b == b'%' || (plus_is_space && b == b'+'))
-    {
+fn decode(raw: &str, plus_is_space: bool, refuse: impl Fn(u8) -> bool) -> Result<Cow<'_, str>, Error> {
+    if !raw.bytes().any(|b| b == b'%' || (plus_is_space && b == b'+')) {
         return Ok(Cow::Borrowed(raw));
     }
     let mut out = Vec::with_capacity(raw.len());
@@ -503,8 +437,7 @@ fn decode(
         if b == b'+' && plus_is_space {
             out.push(b' ');
         } else if b == b'%' {
-            let (Some(high), Some(low)) = (rest.first().and_then(hex), rest.get(1).and_then(hex))
-            else {
+            let (Some(high), Some(low)) = (rest.first().and_then(hex), rest.get(1).and_then(hex)) else {
                 return Err(bad("a % that two hex digits do not follow"));
             };
             let byte = high << 4 | low;
@@ -517,9 +450,7 @@ fn decode(
             out.push(b);
         }
     }
-    String::from_utf8(out)
-        .map(Cow::Owned)
-        .map_err(|_| bad("escapes that are not UTF-8"))
+    String::from_utf8(out).map(Cow::Owned).map_err(|_| bad("escapes that are not UTF-8"))
 }
 
 fn hex(b: &u8) -> Option<u8> {
@@ -558,15 +489,11 @@ impl<'a> Query<'a> {
     }
 
     fn number(&self, name: &str, max: u64) -> Result<Option<u64>, Error> {
-        self.get(name)?
-            .map(|text| digits(name, &text, max))
-            .transpose()
+        self.get(name)?.map(|text| digits(name, &text, max)).transpose()
     }
 
     fn count(&self, name: &str, max: usize) -> Result<Option<usize>, Error> {
-        Ok(self
-            .number(name, max as u64)?
-            .map(|n| usize::try_from(n).unwrap_or(max)))
+        Ok(self.number(name, max as u64)?.map(|n| usize::try_from(n).unwrap_or(max)))
     }
 }
 
@@ -583,90 +510,33 @@ mod tests {
     fn every_path_of_the_map_finds_its_route() {
         let s = SessionId::parse("s-1").unwrap();
         let m = MessageUuid::parse("m_1").unwrap();
-        let tail = |tail, least| Window::Tail {
-            tail,
-            min_real_user_messages: least,
-        };
-        let history = |window| Route::History {
-            session: s.clone(),
-            window,
-        };
-        let media = |head| Route::Media {
-            media: MediaRef {
-                session: s.clone(),
-                entry: "at-12".to_owned(),
-                index: 3,
-            },
-            head,
-        };
-        let turn = |after, wait_ms| Route::Turns {
-            turn: TurnId::parse("t").unwrap(),
-            after,
-            wait_ms,
-        };
-        let asset = |path: &str| Route::Asset {
-            path: path.to_owned(),
-        };
+        let tail = |tail, least| Window::Tail { tail, min_real_user_messages: least };
+        let history = |window| Route::History { session: s.clone(), window };
+        let media =
+            |head| Route::Media { media: MediaRef { session: s.clone(), entry: "at-12".to_owned(), index: 3 }, head };
+        let turn = |after, wait_ms| Route::Turns { turn: TurnId::parse("t").unwrap(), after, wait_ms };
+        let asset = |path: &str| Route::Asset { path: path.to_owned() };
         for (line, expected) in [
             ("POST /api/chat/send", Route::Send),
             ("GET /api/chat/history?session=s-1", history(tail(200, 2))),
-            (
-                "GET /api/chat/history?session=s%2D1&tail=5&minRealUserMessages=0",
-                history(tail(5, 0)),
-            ),
-            (
-                "GET /api/chat/history?offset=7&limit=9&session=s-1",
-                history(Window::Page {
-                    offset: 7,
-                    limit: 9,
-                }),
-            ),
-            (
-                "GET /api/chat/history?session=s-1&offset=7&other=%00",
-                history(Window::Page {
-                    offset: 7,
-                    limit: 200,
-                }),
-            ),
-            (
-                "GET /api/chat/bootstrap",
-                Route::Bootstrap {
-                    session: None,
-                    tail: 200,
-                },
-            ),
-            (
-                "GET /api/chat/bootstrap?session=s-1&tail=1",
-                Route::Bootstrap {
-                    session: Some(s.clone()),
-                    tail: 1,
-                },
-            ),
+            ("GET /api/chat/history?session=s%2D1&tail=5&minRealUserMessages=0", history(tail(5, 0))),
+            ("GET /api/chat/history?offset=7&limit=9&session=s-1", history(Window::Page { offset: 7, limit: 9 })),
+            ("GET /api/chat/history?session=s-1&offset=7&other=%00", history(Window::Page { offset: 7, limit: 200 })),
+            ("GET /api/chat/bootstrap", Route::Bootstrap { session: None, tail: 200 }),
+            ("GET /api/chat/bootstrap?session=s-1&tail=1", Route::Bootstrap { session: Some(s.clone()), tail: 1 }),
             ("GET /api/chat/sessions", Route::Sessions),
-            (
-                "GET /api/chat/status?session=s-1",
-                Route::Status { session: s.clone() },
-            ),
+            ("GET /api/chat/status?session=s-1", Route::Status { session: s.clone() }),
             ("POST /api/chat/interrupt", Route::Interrupt),
             ("POST /api/chat/stop", Route::Stop),
             ("POST /api/chat/restart", Route::Restart),
             ("POST /api/chat/reset", Route::Reset),
-            (
-                "GET /api/chat/pending/m_1/2",
-                Route::PendingImage { message: m, n: 2 },
-            ),
+            ("GET /api/chat/pending/m_1/2", Route::PendingImage { message: m, n: 2 }),
             ("POST /api/chat/pending/retry", Route::Retry),
             ("POST /api/chat/pending/discard", Route::Discard),
-            (
-                "GET /api/chat/features?session=s-1",
-                Route::GetFeatures { session: s.clone() },
-            ),
+            ("GET /api/chat/features?session=s-1", Route::GetFeatures { session: s.clone() }),
             ("POST /api/chat/features", Route::SetFeature),
             ("GET /api/chat/turns/t", turn(0, 0)),
-            (
-                "GET /api/chat/turns/t?after=18446744073709551615&wait=60000",
-                turn(u64::MAX, 60_000),
-            ),
+            ("GET /api/chat/turns/t?after=18446744073709551615&wait=60000", turn(u64::MAX, 60_000)),
             ("GET /api/session-media/s-1/at-12/3", media(false)),
             ("HEAD /api/session-media/s-1/at-12/3", media(true)),
             ("POST /api/threads/send", Route::ThreadsSend),
@@ -717,34 +587,13 @@ mod tests {
             ("GET /api/chat/history", (Code::BadField, None)),
             ("GET /api/chat/history?session=", (Code::BadField, None)),
             ("GET /api/chat/history?session=a.b", (Code::BadField, None)),
-            (
-                "GET /api/chat/history?session=a%2Fb",
-                (Code::BadField, None),
-            ),
-            (
-                "GET /api/chat/history?session=a%00b",
-                (Code::BadRequest, None),
-            ),
-            (
-                "GET /api/chat/history?session=a&session=a",
-                (Code::BadField, None),
-            ),
-            (
-                "GET /api/chat/history?session=a&tail=5001",
-                (Code::BadField, None),
-            ),
-            (
-                "GET /api/chat/history?session=a&tail=-1",
-                (Code::BadField, None),
-            ),
-            (
-                "GET /api/chat/history?session=a&tail=",
-                (Code::BadField, None),
-            ),
-            (
-                "GET /api/chat/history?session=a&offset=1&tail=2",
-                (Code::BadField, None),
-            ),
+            ("GET /api/chat/history?session=a%2Fb", (Code::BadField, None)),
+            ("GET /api/chat/history?session=a%00b", (Code::BadRequest, None)),
+            ("GET /api/chat/history?session=a&session=a", (Code::BadField, None)),
+            ("GET /api/chat/history?session=a&tail=5001", (Code::BadField, None)),
+            ("GET /api/chat/history?session=a&tail=-1", (Code::BadField, None)),
+            ("GET /api/chat/history?session=a&tail=", (Code::BadField, None)),
+            ("GET /api/chat/history?session=a&offset=1&tail=2", (Code::BadField, None)),
             ("GET /api/chat/turns/t?wait=60001", (Code::BadField, None)),
             ("GET /api/session-media/s/../0", (Code::BadRequest, None)),
             ("GET /api/session-media/s/e/01", (Code::BadField, None)),
@@ -761,14 +610,8 @@ mod tests {
     #[test]
     fn only_routes_that_wait_for_a_turn_ride_the_waiting_lane() {
         assert_eq!(route("GET /api/chat/turns/t").unwrap().lane(), Lane::Work);
-        assert_eq!(
-            route("GET /api/chat/turns/t?wait=1").unwrap().lane(),
-            Lane::Wait
-        );
+        assert_eq!(route("GET /api/chat/turns/t?wait=1").unwrap().lane(), Lane::Wait);
         assert_eq!(route("POST /api/threads/send").unwrap().lane(), Lane::Wait);
-        assert_eq!(
-            route("GET /api/session-media/s/e/0").unwrap().lane(),
-            Lane::Bulk
-        );
+        assert_eq!(route("GET /api/session-media/s/e/0").unwrap().lane(), Lane::Bulk);
     }
 }

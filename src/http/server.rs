@@ -79,37 +79,19 @@ struct Shared {
 ///
 /// # Errors
 /// When the socket cannot be bound or a thread not be started.
-pub fn start(
-    config: &ServerConfig,
-    handler: Arc<dyn Handler>,
-    notes: Arc<Notes>,
-) -> Result<Server> {
+pub fn start(config: &ServerConfig, handler: Arc<dyn Handler>, notes: Arc<Notes>) -> Result<Server> {
     let place = Place::new(&config.socket)?;
     place.clear()?;
     let http = build(place.path())?;
     place.make_private()?;
-    let shared = Arc::new(Shared {
-        http,
-        handler,
-        notes,
-        closing: AtomicBool::new(false),
-    });
+    let shared = Arc::new(Shared { http, handler, notes, closing: AtomicBool::new(false) });
     let mut threads = Vec::new();
     for number in 0..config.workers + config.waiting {
         let shared = Arc::clone(&shared);
         let name = Name::numbered("http", number);
-        threads.push(threads::spawn(
-            name,
-            threads::WORK_STACK_BYTES,
-            OnPanic::Contain,
-            move || work(&shared),
-        )?);
+        threads.push(threads::spawn(name, threads::WORK_STACK_BYTES, OnPanic::Contain, move || work(&shared))?);
     }
-    Ok(Server {
-        shared,
-        threads,
-        place,
-    })
+    Ok(Server { shared, threads, place })
 }
 
 /// tiny_http's own threads take the name of the thread that builds it.
@@ -117,17 +99,10 @@ fn build(path: &Path) -> Result<tiny_http::Server> {
     let (give, take) = crate::sync::bounded(1);
     let path = path.to_owned();
     let name = const { Name::fixed("http-accept") };
-    let builder = threads::spawn(
-        name,
-        threads::SMALL_STACK_BYTES,
-        OnPanic::Contain,
-        move || {
-            let _ = give.send(tiny_http::Server::http_unix(&path).map_err(|e| e.to_string()));
-        },
-    )?;
-    let built = take
-        .recv()
-        .map_err(|_| Error::internal("the pool's accept thread ended before it began"))?;
+    let builder = threads::spawn(name, threads::SMALL_STACK_BYTES, OnPanic::Contain, move || {
+        let _ = give.send(tiny_http::Server::http_unix(&path).map_err(|e| e.to_string()));
+    })?;
+    let built = take.recv().map_err(|_| Error::internal("the pool's accept thread ended before it began"))?;
     let _ = builder.join_within(Duration::from_secs(1));
     built.map_err(|e| Error::internal(format!("the pool's socket: {e}")))
 }
@@ -180,11 +155,10 @@ fn serve(shared: &Shared, mut request: tiny_http::Request) {
     let head_only = *request.method() == tiny_http::Method::Head;
     let upstream = field(&request, UPSTREAM_FIELD).and_then(|u| u.parse().ok());
     // The handler and the reader of its reply are foreign code: what they leave half done is dropped with them.
-    let reply =
-        catch_unwind(AssertUnwindSafe(|| answer(shared, &mut request))).unwrap_or_else(|_| {
-            log::error!("a handler panicked");
-            Err(Error::internal("a fault of ours; it is in the log"))
-        });
+    let reply = catch_unwind(AssertUnwindSafe(|| answer(shared, &mut request))).unwrap_or_else(|_| {
+        log::error!("a handler panicked");
+        Err(Error::internal("a fault of ours; it is in the log"))
+    });
     let reply = reply.unwrap_or_else(|e| {
         log_failure(&e);
         Reply::from_error(&e)
@@ -210,24 +184,16 @@ fn log_failure(e: &Error) {
 }
 
 fn field(request: &tiny_http::Request, name: &'static str) -> Option<String> {
-    request
-        .headers()
-        .iter()
-        .find(|h| h.field.equiv(name))
-        .map(|h| h.value.as_str().to_owned())
+    request.headers().iter().find(|h| h.field.equiv(name)).map(|h| h.value.as_str().to_owned())
 }
 
 fn answer(shared: &Shared, request: &mut tiny_http::Request) -> Result<Reply> {
-    let route =
-        route::parse(request.method().as_str(), request.url()).map_err(|refusal| refusal.error)?;
+    let route = route::parse(request.method().as_str(), request.url()).map_err(|refusal| refusal.error)?;
     let range = field(request, "Range");
     let if_none_match = field(request, "If-None-Match");
     let length = request.body_length().unwrap_or(0);
     let mut body = Vec::with_capacity(length);
-    request
-        .as_reader()
-        .take(length as u64)
-        .read_to_end(&mut body)?;
+    request.as_reader().take(length as u64).read_to_end(&mut body)?;
     if body.len() != length {
         return Err(Error::new(Code::BadRequest, "the body ended early"));
     }
@@ -241,11 +207,7 @@ fn answer(shared: &Shared, request: &mut tiny_http::Request) -> Result<Reply> {
 }
 
 /// Writes the whole reply; an error also when the reader gave less than it promised.
-fn write_reply(
-    mut writer: Box<dyn Write + Send>,
-    reply: Reply,
-    head_only: bool,
-) -> std::io::Result<()> {
+fn write_reply(mut writer: Box<dyn Write + Send>, reply: Reply, head_only: bool) -> std::io::Result<()> {
     let mut out = Vec::with_capacity(512);
     with_date(|date| reply.write_head(&mut out, None, Some(date)));
     match reply.body {

@@ -450,4 +450,8 @@ impl EventStore for Journal {
     fn bounds(&self) -> Result<(EventId, EventId)> {
         self.shared.readers.bounds()
     }
+
+    fn set_watched(&self, watched: bool) {
+        Journal::set_watched(self, watched);
+    }
 }

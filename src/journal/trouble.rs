@@ -56,6 +56,26 @@ impl Faults {
         Self(Some(Arc::new(Plan { calls: AtomicU64::new(0), failing: Mutex::new(None) })))
     }
 
+    /// As the tests' variable asks; none without it.
+    #[must_use]
+    pub fn from_env() -> Self {
+        let Some((kind, nth, count)) = crate::faults::disk() else { return Self::default() };
+        let kind = match kind.as_str() {
+            "full" => FaultKind::Full,
+            "write" => FaultKind::IoWrite,
+            "fsync" => FaultKind::IoFsync,
+            "readonly" => FaultKind::ReadOnly,
+            "busy" => FaultKind::Busy,
+            other => {
+                log::error!("BEEBOX_DISK: `{other}` is not full, write, fsync, readonly or busy");
+                std::process::exit(2)
+            }
+        };
+        let faults = Self::counting();
+        faults.fail(nth, count, kind);
+        faults
+    }
+
     /// From the `nth` call from now (1 is the next) `count` calls fail as `kind`.
     pub fn fail(&self, nth: u64, count: u64, kind: FaultKind) {
         if let Some(plan) = &self.0 {

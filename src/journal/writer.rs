@@ -19,7 +19,7 @@ use super::reader::events_between;
 use super::recover::head;
 use super::schema;
 use super::trouble::{cannot_record, may_pass, words};
-use super::types::{AcceptOutcome, Acceptance, JournalOptions, KeptEvent, Unit};
+use super::types::{AcceptOutcome, Acceptance, Change, JournalOptions, KeptEvent, Unit};
 use super::{Done, Places, Shared};
 use crate::bus::Publisher;
 use crate::clock::{now_ms, rfc3339};
@@ -40,6 +40,10 @@ const WAL_PAGES_IDLE: i32 = 512;
 const WAL_PAGES_MAX: i32 = 4096;
 /// So long without work is an idle moment.
 const IDLE: Duration = Duration::from_millis(50);
+/// Somebody sent a message so shortly ago: the next one may be on its way.
+const COMPANY_WITHIN: Duration = Duration::from_millis(20);
+/// Longest wait of the ledger for it.
+const COMPANY_MAX: Duration = Duration::from_millis(2);
 /// New work does not try a bad disk again sooner than this after the last try.
 const RETRY_GAP: Duration = Duration::from_millis(20);
 /// Pause after a checkpoint that failed …
@@ -63,6 +67,17 @@ pub(super) enum Job {
     Look,
     /// Finish everything and close the file.
     Close,
+}
+
+impl Job {
+    /// It records a message or the dispatch of some.
+    fn records(&self) -> bool {
+        match self {
+            Job::Accept { .. } => true,
+            Job::Unit { unit, .. } => unit.changes.iter().any(|change| matches!(change, Change::Dispatch { .. })),
+            Job::Look | Job::Close => false,
+        }
+    }
 }
 
 /// What one job came to inside the transaction.
@@ -105,6 +120,8 @@ pub(super) struct Times {
     /// The last try on a disk that was bad.
     tried: Instant,
     worked: Instant,
+    /// The last batch with a message.
+    accepted: Instant,
     looked: Instant,
     prune_at: Instant,
     prunes: u64,
@@ -126,6 +143,7 @@ impl Times {
         Self {
             tried: now,
             worked: now,
+            accepted: now,
             looked: now,
             prune_at: now,
             prunes: 0,
@@ -187,14 +205,17 @@ impl Writer {
     }
 
     /// Everything that waits, up to the bounds of a batch; and whether to close after it.
-    fn gather(&self, first: Job) -> (Vec<Job>, bool) {
+    fn gather(&mut self, first: Job) -> (Vec<Job>, bool) {
         let mut batch = Vec::new();
         let mut bytes = 0;
+        let mut has_message = false;
+        let mut company_until = None;
         let mut next = Some(first);
         while let Some(job) = next {
             match job {
                 Job::Accept { bytes: more, .. } => {
                     bytes += more;
+                    has_message = true;
                     batch.push(job);
                 }
                 Job::Unit { .. } => batch.push(job),
@@ -202,8 +223,26 @@ impl Writer {
                 Job::Close => return (batch, true),
             }
             next = if batch.len() < BATCH_MAX && bytes < BATCH_BYTES_MAX { self.jobs.try_recv().ok() } else { None };
+            if next.is_none() && !has_message && !batch.is_empty() {
+                let until = *company_until.get_or_insert_with(|| Instant::now() + self.company_wait());
+                next = self.jobs.recv_timeout(until.saturating_duration_since(Instant::now())).ok();
+            }
+        }
+        if has_message {
+            self.times.accepted = Instant::now();
         }
         (batch, false)
+    }
+
+    /// How long records of the ledger wait for a message to share their flush: while somebody is sending, half of what
+    /// the last commit took. Else a person's next message would come just behind the flush of the last one's dispatch
+    /// and wait for two.
+    fn company_wait(&self) -> Duration {
+        if self.times.accepted.elapsed() > COMPANY_WITHIN || !self.owed.is_empty() {
+            return Duration::ZERO;
+        }
+        let last = Duration::from_micros(self.shared.counters.commit_us.load(Ordering::Relaxed));
+        (last / 2).min(COMPANY_MAX)
     }
 
     fn until_due(&self) -> Duration {
@@ -339,8 +378,11 @@ impl Writer {
 
     /// Commits `batch` and tells everybody; with trouble, keeps what is owed and refuses the rest. False with trouble.
     fn commit(&mut self, batch: Vec<Job>) -> bool {
-        let records = batch.iter().any(|job| matches!(job, Job::Accept { .. }));
+        let records = batch.iter().any(Job::records);
         if records {
+            if crate::faults::planted("publish_before_commit") {
+                self.publish_early(&batch);
+            }
             crate::faults::point("before_record");
         }
         let begun = Instant::now();
@@ -378,6 +420,17 @@ impl Writer {
                     }
                 }
                 good
+            }
+        }
+    }
+
+    /// The planted fault: messages are told under the ids that they will probably have.
+    fn publish_early(&mut self, batch: &[Job]) {
+        let at = rfc3339(now_ms());
+        for job in batch {
+            if let Job::Accept { acceptance, .. } = job {
+                self.head += 1;
+                self.publisher.publish_kept(self.head, acceptance.event.event, &acceptance.event.data, &at);
             }
         }
     }
@@ -451,10 +504,14 @@ impl Writer {
 
     /// After the commit: events in the order of ids, other programs' ones between ours, then the callbacks in order.
     fn tell(&mut self, batch: Vec<Job>, made: Batch) {
-        if made.foreign_upto > self.head {
+        if made.foreign_upto > self.head && !crate::faults::planted("publish_before_commit") {
             self.publish_foreign(made.foreign_upto);
         }
+        let told = if crate::faults::planted("publish_before_commit") { self.head } else { 0 };
         let publish = |id: EventId, event: &KeptEvent| {
+            if id <= told {
+                return;
+            }
             self.publisher.publish_kept(id, event.event, &event.data, &made.at);
         };
         let (mut events, mut accepted, mut repeats, mut units) = (0, 0, 0, 0);

@@ -216,7 +216,8 @@ mod tests {
 
     #[test]
     fn running_and_busy_as_the_contract_says() {
-        let table = [("idle", false, false), ("starting", false, true), ("ready", true, false), ("streaming", true, true)];
+        let table =
+            [("idle", false, false), ("starting", false, true), ("ready", true, false), ("streaming", true, true)];
         for (word, running, busy) in table {
             let kind = PhaseKind::ALL.into_iter().find(|k| k.word() == word).unwrap();
             assert_eq!((at(kind).is_running(), at(kind).is_busy()), (running, busy), "{word}");

@@ -16,7 +16,8 @@ A scenario is one JSON object:
   settle_within_s    how long the server may take to finish its turns afterwards (60)
   insist_s           a send without an answer, or with 503 or 429, is repeated with the same id for so long (0)
   errors_max         more failed steps than this fail the run; null: any number (0)
-  rss_slack_mib      growth of the idle server that is no leak (24)
+  rss_slack_mib      growth of the idle server that is no leak (24): allocators keep some for each thread that worked
+  files_slack        the same for open files (0): SQLite keeps one for each reader there was at once
   archive            a transcript written before the server starts (--spawn only), as session `archive`:
                      {mib, photo_kib, photos_every (lines; 0: none)}
   chaos              what --chaos does: {kill_server_every_s, kill_agent_every_s}; each may be null
@@ -116,6 +117,8 @@ pub struct Scenario {
     pub errors_max: Option<u64>,
     #[serde(default = "default_rss_slack_mib")]
     pub rss_slack_mib: u64,
+    #[serde(default)]
+    pub files_slack: u64,
     #[serde(default)]
     pub archive: Option<ArchivePlan>,
     #[serde(default)]

@@ -13,7 +13,7 @@ use rustix::process::Signal;
 
 use super::proc;
 use crate::sync::{Mutex, Receiver, RecvTimeoutError, bounded};
-use crate::threads::{self, Name, OnPanic, SMALL_STACK_BYTES};
+use crate::threads::{self, Name, OnPanic, SMALL_STACK_BYTES, Thread};
 
 /// Most of the server's stderr that is kept, in bytes; the oldest half goes first.
 const STDERR_BYTES_MAX: usize = 1024 * 1024;
@@ -208,11 +208,13 @@ fn launch(options: &SpawnOptions, stderr: &Arc<Mutex<Vec<u8>>>) -> io::Result<(C
         .map_err(|e| io::Error::new(e.kind(), format!("cannot start {}: {e}", options.program.display())))?;
     let (out, err) = (child.stdout.take(), child.stderr.take());
     let listening = read_stdout(out)?;
-    keep_stderr(err, Arc::clone(stderr))?;
+    let reading = keep_stderr(err, Arc::clone(stderr))?;
 
     let refuse = |mut child: Child, what: String| {
         let _ = child.kill();
         let status = child.wait();
+        // Its last words may still be on their way through the pipe; an agent of its own could hold that open.
+        let _ = reading.join_within(Duration::from_secs(2));
         let said = String::from_utf8_lossy(&stderr.lock()).into_owned();
         let status = status.map_or_else(|e| e.to_string(), |s| s.to_string());
         Err(io::Error::other(format!("{what} ({status}); its stderr:\n{said}")))
@@ -248,7 +250,7 @@ fn read_stdout(out: Option<impl Read + Send + 'static>) -> io::Result<Receiver<S
     Ok(hear)
 }
 
-fn keep_stderr(err: Option<impl Read + Send + 'static>, into: Arc<Mutex<Vec<u8>>>) -> io::Result<()> {
+fn keep_stderr(err: Option<impl Read + Send + 'static>, into: Arc<Mutex<Vec<u8>>>) -> io::Result<Thread> {
     threads::spawn(Name::fixed("srv-stderr"), SMALL_STACK_BYTES, OnPanic::Contain, move || {
         let Some(mut err) = err else { return };
         let mut chunk = [0; 8192];
@@ -259,6 +261,5 @@ fn keep_stderr(err: Option<impl Read + Send + 'static>, into: Arc<Mutex<Vec<u8>>
             }
             kept.extend_from_slice(&chunk[..n]);
         }
-    })?;
-    Ok(())
+    })
 }

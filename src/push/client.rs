@@ -12,9 +12,7 @@ use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 
-use super::protocol::{
-    Close, Inbound, PING, Protocol, SSE_HEAD, SSE_PING, refusal, switching_head, write_close,
-};
+use super::protocol::{Close, Inbound, PING, Protocol, SSE_HEAD, SSE_PING, refusal, switching_head, write_close};
 use super::replay::{Batch, Found};
 use super::{Counters, Shared, Stream, Upgrade, UpgradeKind};
 use crate::bus::{Cursor, Frame, Reader, Taken, parse_cursor};
@@ -120,10 +118,9 @@ impl Client {
     pub(super) fn new(upgrade: Upgrade, token: u64, round: &Round<'_>) -> Self {
         let limits = &round.shared.limits;
         let (kind, key) = match upgrade.kind {
-            UpgradeKind::WebSocket { key } => (
-                Kind::WebSocket(Box::new(Protocol::new(limits.client_frame_bytes_max))),
-                Some(key),
-            ),
+            UpgradeKind::WebSocket { key } => {
+                (Kind::WebSocket(Box::new(Protocol::new(limits.client_frame_bytes_max))), Some(key))
+            }
             UpgradeKind::Sse => (Kind::Sse, None),
         };
         Self {
@@ -135,19 +132,14 @@ impl Client {
             asked: 0,
             counted: [false; 3],
             kind,
-            place: Place::Opening(Box::new(Opening {
-                key,
-                cursor: upgrade.cursor,
-                leftover: upgrade.leftover,
-            })),
+            place: Place::Opening(Box::new(Opening { key, cursor: upgrade.cursor, leftover: upgrade.leftover })),
             reader: round.shared.bus.live_reader(),
             partial: None,
             control: Vec::new(),
             blocked: false,
             progress_ms: round.now_ms,
             // Spread over four ticks, so that the pongs of many who came at once do not.
-            next_ping_ms: round.now_ms + limits.ping_every_ms
-                - (token & 3) * limits.ping_every_ms / 4,
+            next_ping_ms: round.now_ms + limits.ping_every_ms - (token & 3) * limits.ping_every_ms / 4,
             pings_unanswered: 0,
             allowance: Allowance {
                 frames: u64::from(limits.client_frames_burst),
@@ -197,21 +189,14 @@ impl Client {
     /// Bytes of the unfinished frame, if this client alone keeps it.
     pub(super) fn lone_frame_bytes(&self) -> usize {
         // A second reference is the ring's, a batch's or another reader's.
-        self.partial
-            .as_ref()
-            .filter(|(f, _)| Arc::strong_count(f) == 1)
-            .map_or(0, |(f, _)| f.ws().len())
+        self.partial.as_ref().filter(|(f, _)| Arc::strong_count(f) == 1).map_or(0, |(f, _)| f.ws().len())
     }
 
     /// Its share of what blocked readers keep in memory, in bytes, and since when it takes nothing.
     pub(super) fn pinned(&self) -> (usize, u64) {
         let batch = match &self.place {
             Place::Replaying(Some((batch, _))) => batch.bytes() / Arc::strong_count(batch).max(1),
-            Place::Opening(_)
-            | Place::Seeking(_)
-            | Place::Live
-            | Place::Replaying(None)
-            | Place::Closing(_) => 0,
+            Place::Opening(_) | Place::Seeking(_) | Place::Live | Place::Replaying(None) | Place::Closing(_) => 0,
         };
         (self.lone_frame_bytes() + batch, self.progress_ms)
     }
@@ -225,23 +210,14 @@ impl Client {
                     Err(e) => {
                         log::warn!("events cannot be read: {e}");
                         Counters::add(&round.shared.counters.refused, 1);
-                        return self.refuse(
-                            "cannot_record",
-                            "the events cannot be read now",
-                            round,
-                        );
+                        return self.refuse("cannot_record", "the events cannot be read now", round);
                     }
                 };
                 match &opening.key {
                     Some(key) => self.control = switching_head(key),
                     None => self.control.extend_from_slice(SSE_HEAD),
                 }
-                self.take_place(
-                    opening.cursor.as_deref().and_then(|c| parse_cursor(c).ok()),
-                    &found,
-                    true,
-                    round,
-                );
+                self.take_place(opening.cursor.as_deref().and_then(|c| parse_cursor(c).ok()), &found, true, round);
                 if opening.leftover.is_empty() {
                     self.pump(round);
                 } else {
@@ -266,12 +242,8 @@ impl Client {
         }
         match found {
             // Rows were dropped from the store before they could be read.
-            Ok(found) if self.reader.after.saturating_add(1) < found.oldest => {
-                self.resync("old", round)
-            }
-            Ok(Found {
-                batch: Some(batch), ..
-            }) => self.place = Place::Replaying(Some((batch, 0))),
+            Ok(found) if self.reader.after.saturating_add(1) < found.oldest => self.resync("old", round),
+            Ok(Found { batch: Some(batch), .. }) => self.place = Place::Replaying(Some((batch, 0))),
             Ok(Found { batch: None, .. }) => {
                 if round.shared.bus.join(&mut self.reader) {
                     self.place = Place::Live;
@@ -292,19 +264,9 @@ impl Client {
     }
 
     /// Says hello to a newcomer, then finds the place its cursor means.
-    fn take_place(
-        &mut self,
-        cursor: Option<Cursor>,
-        found: &Found,
-        hello: bool,
-        round: &mut Round<'_>,
-    ) {
+    fn take_place(&mut self, cursor: Option<Cursor>, found: &Found, hello: bool, round: &mut Round<'_>) {
         let bus = &round.shared.bus;
-        let transient_from = if hello {
-            bus.end()
-        } else {
-            self.reader.transient_from
-        };
+        let transient_from = if hello { bus.end() } else { self.reader.transient_from };
         let mut wrong = None;
         match cursor {
             None => self.reader = bus.live_reader(),
@@ -316,11 +278,7 @@ impl Client {
                 } else if cursor.id > bus.head().max(found.head) {
                     wrong = Some("future");
                 }
-                self.reader = Reader {
-                    next: 0,
-                    after: cursor.id,
-                    transient_from,
-                };
+                self.reader = Reader { next: 0, after: cursor.id, transient_from };
             }
         }
         if hello {
@@ -344,30 +302,18 @@ impl Client {
         self.reader = round.shared.bus.live_reader();
         self.place = Place::Live;
         let head = self.reader.after;
-        self.notice(
-            Some(head),
-            "resync",
-            &serde_json::json!({"reason": reason, "head": head}),
-            round,
-        );
+        self.notice(Some(head), "resync", &serde_json::json!({"reason": reason, "head": head}), round);
     }
 
     /// Queues a frame of the stream itself. An SSE client remembers `id` as its cursor.
-    fn notice(
-        &mut self,
-        id: Option<EventId>,
-        event: &str,
-        data: &serde_json::Value,
-        round: &Round<'_>,
-    ) {
+    fn notice(&mut self, id: Option<EventId>, event: &str, data: &serde_json::Value, round: &Round<'_>) {
         let frame = Frame::notice(event, &data.to_string());
         match self.kind {
             Kind::WebSocket(_) => self.control.extend_from_slice(frame.ws()),
             Kind::Sse => {
                 let epoch = round.shared.bus.epoch();
                 if let Some(id) = id {
-                    self.control
-                        .extend_from_slice(format!("id: {epoch}.{id}\n").as_bytes());
+                    self.control.extend_from_slice(format!("id: {epoch}.{id}\n").as_bytes());
                 }
                 self.control.extend_from_slice(frame.sse(epoch));
             }
@@ -395,12 +341,7 @@ impl Client {
 
     fn start_closing(&mut self, peer_is_done: bool, round: &mut Round<'_>) {
         let deadline_ms = round.now_ms + round.shared.limits.linger_ms;
-        self.place = Place::Closing(Closing {
-            deadline_ms,
-            peer_is_done,
-            shut: false,
-            discarded: 0,
-        });
+        self.place = Place::Closing(Closing { deadline_ms, peer_is_done, shut: false, discarded: 0 });
         self.pump(round);
     }
 
@@ -477,9 +418,7 @@ impl Client {
             }
             return;
         }
-        if round.now_ms < self.next_ping_ms
-            || matches!(self.place, Place::Opening(_) | Place::Closing(_))
-        {
+        if round.now_ms < self.next_ping_ms || matches!(self.place, Place::Opening(_) | Place::Closing(_)) {
             return;
         }
         self.next_ping_ms = round.now_ms + limits.ping_every_ms;

@@ -184,6 +184,7 @@ struct Shared {
     inbox: Mutex<Inbox>,
     waker: reactor::Waker,
     asks: replay::Asks,
+    store: Arc<dyn EventStore>,
 }
 
 /// Handle of the live stream.
@@ -195,9 +196,7 @@ pub struct Push {
 
 impl std::fmt::Debug for Push {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Push")
-            .field("stats", &self.stats())
-            .finish_non_exhaustive()
+        f.debug_struct("Push").field("stats", &self.stats()).finish_non_exhaustive()
     }
 }
 
@@ -213,6 +212,7 @@ pub fn start(bus: Arc<Bus>, store: Arc<dyn EventStore>, limits: PushLimits) -> R
         inbox: Mutex::default(),
         waker: reactor::Waker::new()?,
         asks: replay::Asks::default(),
+        store: store.clone(),
     });
     let reactor = reactor::Reactor::new(shared.clone())?;
     let waking = Arc::downgrade(&shared);
@@ -225,24 +225,11 @@ pub fn start(bus: Arc<Bus>, store: Arc<dyn EventStore>, limits: PushLimits) -> R
         return Err(Error::internal("this bus is served already"));
     }
     let replaying = shared.clone();
-    let replay = spawn(
-        const { Name::fixed("replay") },
-        WORK_STACK_BYTES,
-        OnPanic::EndProcess,
-        move || {
-            replay::run(&replaying, store.as_ref());
-        },
-    )?;
-    let push = spawn(
-        const { Name::fixed("push") },
-        SMALL_STACK_BYTES,
-        OnPanic::EndProcess,
-        move || reactor.run(),
-    )?;
-    Ok(Push {
-        shared,
-        threads: Arc::new([push, replay]),
-    })
+    let replay = spawn(const { Name::fixed("replay") }, WORK_STACK_BYTES, OnPanic::EndProcess, move || {
+        replay::run(&replaying, store.as_ref());
+    })?;
+    let push = spawn(const { Name::fixed("push") }, SMALL_STACK_BYTES, OnPanic::EndProcess, move || reactor.run())?;
+    Ok(Push { shared, threads: Arc::new([push, replay]) })
 }
 
 impl Push {
@@ -259,9 +246,7 @@ impl Push {
         self.shared.waker.wake();
         // The reactor ends at the deadline by itself; the rest is for the thread's last steps.
         let grace = Duration::from_millis(200);
-        self.threads
-            .iter()
-            .all(|t| t.join_within(deadline.saturating_duration_since(Instant::now()) + grace))
+        self.threads.iter().all(|t| t.join_within(deadline.saturating_duration_since(Instant::now()) + grace))
     }
 
     /// The figures now.

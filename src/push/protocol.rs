@@ -66,8 +66,7 @@ pub(super) fn switching_head(key: &str) -> Vec<u8> {
 }
 
 /// The 200 head of an SSE stream, which ends with the connection.
-pub(super) const SSE_HEAD: &[u8] =
-    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-store\r\n\
+pub(super) const SSE_HEAD: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-store\r\n\
 X-Accel-Buffering: no\r\nX-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n";
 
 /// The whole answer to a client that cannot be served now.
@@ -132,9 +131,7 @@ impl Protocol {
             .write_buffer_size(0)
             .max_frame_size(Some(frame_bytes_max))
             .max_message_size(Some(frame_bytes_max));
-        Self {
-            context: WebSocketContext::new(Role::Server, Some(config)),
-        }
+        Self { context: WebSocketContext::new(Role::Server, Some(config)) }
     }
 
     /// The next thing `input` says, if a whole frame is there; takes what it used from `input`.
@@ -191,10 +188,7 @@ fn cursor_of(text: &str) -> Option<Cursor> {
         return None;
     }
     match serde_json::from_str::<Seek>(text).ok()?.after {
-        After::Number(id) => Some(Cursor {
-            epoch: None,
-            id: i64::try_from(id).ok()?,
-        }),
+        After::Number(id) => Some(Cursor { epoch: None, id: i64::try_from(id).ok()? }),
         After::Text(text) => parse_cursor(&text).ok(),
     }
 }
@@ -205,12 +199,7 @@ mod tests {
 
     #[test]
     fn a_cursor_is_a_number_or_a_text_and_nothing_else() {
-        let cursor = |epoch: Option<&str>, id| {
-            Some(Cursor {
-                epoch: epoch.map(str::to_owned),
-                id,
-            })
-        };
+        let cursor = |epoch: Option<&str>, id| Some(Cursor { epoch: epoch.map(str::to_owned), id });
         let table = [
             (r#"{"after":0}"#, cursor(None, 0)),
             (r#" { "after" : 12 , "more" : [] } "#, cursor(None, 12)),
@@ -227,10 +216,7 @@ mod tests {
         for (text, wanted) in table {
             assert_eq!(cursor_of(text), wanted, "{text}");
         }
-        assert_eq!(
-            cursor_of(&format!("{{\"after\":1}}{}", " ".repeat(300))),
-            None
-        );
+        assert_eq!(cursor_of(&format!("{{\"after\":1}}{}", " ".repeat(300))), None);
     }
 
     #[test]

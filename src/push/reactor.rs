@@ -41,12 +41,8 @@ pub(super) struct Waker {
 
 impl Waker {
     pub(super) fn new() -> Result<Self> {
-        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(std::io::Error::from)?;
-        Ok(Self {
-            fd,
-            asleep: AtomicBool::new(false),
-        })
+        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(std::io::Error::from)?;
+        Ok(Self { fd, asleep: AtomicBool::new(false) })
     }
 
     /// What is to be found must be in place before.
@@ -90,13 +86,7 @@ pub(super) struct Reactor {
 impl Reactor {
     pub(super) fn new(shared: Arc<Shared>) -> Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(std::io::Error::from)?;
-        epoll::add(
-            &epoll,
-            &shared.waker.fd,
-            EventData::new_u64(WAKE),
-            EventFlags::IN,
-        )
-        .map_err(std::io::Error::from)?;
+        epoll::add(&epoll, &shared.waker.fd, EventData::new_u64(WAKE), EventFlags::IN).map_err(std::io::Error::from)?;
         let handed = shared.bus.end();
         Ok(Self {
             shared,
@@ -140,14 +130,7 @@ impl Reactor {
     /// Waits for sockets, for the next timer, or for [`Waker::wake`].
     fn wait(&mut self, events: &mut Vec<epoll::Event>) {
         self.shared.waker.asleep.store(true, Ordering::SeqCst);
-        let timeout = if self.has_work() {
-            Some(Timespec {
-                tv_sec: 0,
-                tv_nsec: 0,
-            })
-        } else {
-            self.timeout()
-        };
+        let timeout = if self.has_work() { Some(Timespec { tv_sec: 0, tv_nsec: 0 }) } else { self.timeout() };
         let waited = {
             let _at = doing(Doing::WaitReady);
             epoll::wait(&self.epoll, spare_capacity(events), timeout.as_ref())
@@ -165,30 +148,19 @@ impl Reactor {
             return true;
         }
         let inbox = self.shared.inbox.lock();
-        !inbox.upgrades.is_empty()
-            || !inbox.replies.is_empty()
-            || (inbox.shutdown.is_some() && self.shutdown.is_none())
+        !inbox.upgrades.is_empty() || !inbox.replies.is_empty() || (inbox.shutdown.is_some() && self.shutdown.is_none())
     }
 
     fn timeout(&self) -> Option<Timespec> {
         let tick = (self.clients > 0).then_some(self.next_tick_ms);
-        let closing = self
-            .closing
-            .iter()
-            .filter_map(|at| self.slots[*at].client.as_ref()?.closing_deadline_ms())
-            .min();
+        let closing = self.closing.iter().filter_map(|at| self.slots[*at].client.as_ref()?.closing_deadline_ms()).min();
         let shutdown = self.shutdown.map(|d| {
-            u64::try_from(d.saturating_duration_since(self.started).as_millis())
-                .unwrap_or(u64::MAX)
-                .saturating_add(1)
+            u64::try_from(d.saturating_duration_since(self.started).as_millis()).unwrap_or(u64::MAX).saturating_add(1)
         });
         let at_ms = [tick, closing, shutdown].into_iter().flatten().min()?;
         let now_ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
         let left_ms = at_ms.saturating_sub(now_ms) + 1;
-        Some(Timespec {
-            tv_sec: (left_ms / 1000) as i64,
-            tv_nsec: (left_ms % 1000 * 1_000_000) as i64,
-        })
+        Some(Timespec { tv_sec: (left_ms / 1000) as i64, tv_nsec: (left_ms % 1000 * 1_000_000) as i64 })
     }
 
     fn tick_ms(&self) -> u64 {
@@ -200,12 +172,7 @@ impl Reactor {
     /// Gives every frame that is new to every client that waits for it.
     fn hand_out(&mut self) {
         self.live.frames.clear();
-        let start = self.shared.bus.tail(
-            self.handed,
-            LIVE_FRAMES_MAX,
-            LIVE_BYTES_MAX,
-            &mut self.live.frames,
-        );
+        let start = self.shared.bus.tail(self.handed, LIVE_FRAMES_MAX, LIVE_BYTES_MAX, &mut self.live.frames);
         if self.live.frames.is_empty() {
             return;
         }
@@ -222,11 +189,7 @@ impl Reactor {
     fn look_into_inbox(&mut self) {
         let (upgrades, replies, shutdown) = {
             let mut inbox = self.shared.inbox.lock();
-            (
-                std::mem::take(&mut inbox.upgrades),
-                std::mem::take(&mut inbox.replies),
-                inbox.shutdown,
-            )
+            (std::mem::take(&mut inbox.upgrades), std::mem::take(&mut inbox.replies), inbox.shutdown)
         };
         for upgrade in upgrades {
             self.adopt(upgrade);
@@ -237,27 +200,19 @@ impl Reactor {
         if shutdown.is_some() && self.shutdown.is_none() {
             self.shutdown = shutdown;
             for at in 0..self.slots.len() {
-                self.with(at, |client, round| {
-                    client.close(Close::GoingAway, "the server is going down", round)
-                });
+                self.with(at, |client, round| client.close(Close::GoingAway, "the server is going down", round));
             }
         }
     }
 
     fn adopt(&mut self, upgrade: Upgrade) {
-        let prepared = prepare(
-            &upgrade.stream,
-            self.shared.limits.send_buffer_bytes,
-            self.shared.limits.stall_ms,
-        );
+        let prepared = prepare(&upgrade.stream, self.shared.limits.send_buffer_bytes, self.shared.limits.stall_ms);
         let refused = match prepared {
             Err(e) => {
                 log::debug!("client {} left before it was taken on: {e}", upgrade.peer);
                 return;
             }
-            Ok(()) if self.shutdown.is_some() => {
-                Some(("shutting_down", "the server is going down"))
-            }
+            Ok(()) if self.shutdown.is_some() => Some(("shutting_down", "the server is going down")),
             Ok(()) if self.clients >= self.shared.limits.clients_max => {
                 Some(("overloaded", "too many clients follow the events"))
             }
@@ -267,51 +222,29 @@ impl Reactor {
             Counters::add(&self.shared.counters.refused, 1);
             log::warn!("client {} refused: {text}", upgrade.peer);
             // Its socket is fresh, so this fits; if not, it was about to be closed anyway.
-            let _ = send(
-                &upgrade.stream,
-                &refusal(code, text),
-                SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
-            );
+            let _ = send(&upgrade.stream, &refusal(code, text), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
             return;
         }
         let at = self.free.pop().unwrap_or_else(|| {
-            self.slots.push(Slot {
-                generation: 0,
-                client: None,
-            });
+            self.slots.push(Slot { generation: 0, client: None });
             self.slots.len() - 1
         });
         let token = u64::from(self.slots[at].generation) << 32 | at as u64;
-        let round = Round {
-            shared: &self.shared,
-            now_ms: self.now_ms,
-            taken: &mut self.taken,
-        };
+        let round = Round { shared: &self.shared, now_ms: self.now_ms, taken: &mut self.taken };
         let client = Box::new(Client::new(upgrade, token, &round));
-        if let Err(e) = epoll::add(
-            &self.epoll,
-            &client.stream,
-            EventData::new_u64(token),
-            EventFlags::empty(),
-        ) {
+        if let Err(e) = epoll::add(&self.epoll, &client.stream, EventData::new_u64(token), EventFlags::empty()) {
             log::warn!("a client cannot be watched: {e}");
             self.free.push(at);
             return;
         }
         if self.clients == 0 {
             self.next_tick_ms = self.now_ms + self.tick_ms();
+            self.shared.store.set_watched(true);
         }
         self.clients += 1;
         let counters = &self.shared.counters;
         Counters::add(&counters.adopted, 1);
-        Counters::add(
-            if client.is_sse() {
-                &counters.sse_clients
-            } else {
-                &counters.websocket_clients
-            },
-            1,
-        );
+        Counters::add(if client.is_sse() { &counters.sse_clients } else { &counters.websocket_clients }, 1);
         self.slots[at].client = Some(client);
         self.with(at, |_, _| {});
     }
@@ -334,11 +267,7 @@ impl Reactor {
             return;
         }
         let at = (token & u64::from(u32::MAX)) as usize;
-        if self.slots[at]
-            .client
-            .as_ref()
-            .is_none_or(|c| c.token != token)
-        {
+        if self.slots[at].client.as_ref().is_none_or(|c| c.token != token) {
             return;
         }
         self.with(at, |client, round| {
@@ -357,10 +286,7 @@ impl Reactor {
         let mut at = 0;
         while at < self.closing.len() {
             let slot = self.closing[at];
-            let deadline = self.slots[slot]
-                .client
-                .as_ref()
-                .and_then(|c| c.closing_deadline_ms());
+            let deadline = self.slots[slot].client.as_ref().and_then(|c| c.closing_deadline_ms());
             if deadline.is_some_and(|d| d > self.now_ms) {
                 at += 1;
                 continue;
@@ -385,9 +311,7 @@ impl Reactor {
         }
         let counters = &self.shared.counters;
         counters.lag_frames_max.store(lag, Ordering::Relaxed);
-        counters
-            .pinned_bytes
-            .store(pinned as u64, Ordering::Relaxed);
+        counters.pinned_bytes.store(pinned as u64, Ordering::Relaxed);
         if pinned > self.shared.limits.pinned_bytes_max {
             self.unpin(pinned);
         }
@@ -418,11 +342,7 @@ impl Reactor {
         let Some(client) = self.slots[at].client.as_deref_mut() else {
             return;
         };
-        let mut round = Round {
-            shared: &self.shared,
-            now_ms: self.now_ms,
-            taken: &mut self.taken,
-        };
+        let mut round = Round { shared: &self.shared, now_ms: self.now_ms, taken: &mut self.taken };
         call(client, &mut round);
         let counters = &self.shared.counters;
         let closing = client.closing_deadline_ms().is_some();
@@ -446,23 +366,19 @@ impl Reactor {
             client.counted = now;
         }
         if client.gone {
-            for (gauge, was) in [&counters.blocked_clients, &counters.replaying_clients]
-                .into_iter()
-                .zip(now)
-            {
+            for (gauge, was) in [&counters.blocked_clients, &counters.replaying_clients].into_iter().zip(now) {
                 gauge.fetch_sub(u64::from(was), Ordering::Relaxed);
             }
-            let gauge = if client.is_sse() {
-                &counters.sse_clients
-            } else {
-                &counters.websocket_clients
-            };
+            let gauge = if client.is_sse() { &counters.sse_clients } else { &counters.websocket_clients };
             gauge.fetch_sub(1, Ordering::Relaxed);
             // Closing the descriptor takes it out of the epoll set.
             self.slots[at].client = None;
             self.slots[at].generation = self.slots[at].generation.wrapping_add(1);
             self.free.push(at);
             self.clients -= 1;
+            if self.clients == 0 {
+                self.shared.store.set_watched(false);
+            }
             return;
         }
         if let Some(want) = client.want.take() {
@@ -471,11 +387,7 @@ impl Reactor {
                 Want::Bounds => None,
                 Want::RowsAfter(after) => Some(after),
             };
-            self.shared.asks.ask(Ask {
-                token: client.token,
-                number: client.asked,
-                rows_after,
-            });
+            self.shared.asks.ask(Ask { token: client.token, number: client.asked, rows_after });
         }
         let interest = client.wanted_interest();
         if interest != client.interest {
@@ -489,11 +401,7 @@ impl Reactor {
 }
 
 /// Makes a fresh socket ready for the reactor.
-fn prepare(
-    stream: &Stream,
-    send_buffer_bytes: Option<usize>,
-    stall_ms: u64,
-) -> std::io::Result<()> {
+fn prepare(stream: &Stream, send_buffer_bytes: Option<usize>, stall_ms: u64) -> std::io::Result<()> {
     if let Some(bytes) = send_buffer_bytes {
         // The kernel doubles the value for its own book-keeping.
         sockopt::set_socket_send_buffer_size(stream, bytes / 2)?;

@@ -104,12 +104,7 @@ impl Asks {
 
 /// Body of the thread; ends after [`Asks::stop`].
 pub(super) fn run(shared: &Shared, store: &dyn EventStore) {
-    let mut reader = StoreReader {
-        store,
-        alive: shared.asks.alive.clone(),
-        shared: VecDeque::new(),
-        row_bytes: 1024,
-    };
+    let mut reader = StoreReader { store, alive: shared.asks.alive.clone(), shared: VecDeque::new(), row_bytes: 1024 };
     let mut newcomers = Vec::new();
     loop {
         let next = {
@@ -131,23 +126,15 @@ pub(super) fn run(shared: &Shared, store: &dyn EventStore) {
         if !newcomers.is_empty() {
             let bounds = store.bounds();
             for ask in newcomers.drain(..) {
-                let found = bounds.clone().map(|(oldest, head)| Found {
-                    oldest,
-                    head,
-                    batch: None,
-                });
+                let found = bounds.clone().map(|(oldest, head)| Found { oldest, head, batch: None });
                 replies.push(Reply { ask, found });
             }
         }
         if let Some(ask) = next {
             let laggards = shared.counters.replaying_clients.load(Ordering::Relaxed) as usize;
-            let bytes_max =
-                (BATCHES_BYTES / laggards.max(1)).clamp(BATCH_BYTES_MIN, BATCH_BYTES_MAX);
+            let bytes_max = (BATCHES_BYTES / laggards.max(1)).clamp(BATCH_BYTES_MIN, BATCH_BYTES_MAX);
             Counters::add(&shared.counters.store_reads, 1);
-            replies.push(Reply {
-                ask,
-                found: reader.rows(ask.rows_after.unwrap_or(0), bytes_max),
-            });
+            replies.push(Reply { ask, found: reader.rows(ask.rows_after.unwrap_or(0), bytes_max) });
         }
         shared.inbox.lock().replies.append(&mut replies);
         shared.waker.wake();
@@ -165,21 +152,13 @@ struct StoreReader<'a> {
 impl StoreReader<'_> {
     fn rows(&mut self, after: EventId, bytes_max: usize) -> Result<Found> {
         self.shared.retain(|(_, batch)| batch.strong_count() > 0);
-        let known = self
-            .shared
-            .iter()
-            .find(|(at, _)| *at == after)
-            .and_then(|(_, batch)| batch.upgrade());
+        let known = self.shared.iter().find(|(at, _)| *at == after).and_then(|(_, batch)| batch.upgrade());
         let batch = match known {
             Some(batch) => Some(batch),
             None => self.read(after, bytes_max)?,
         };
         let (oldest, head) = self.store.bounds()?;
-        Ok(Found {
-            oldest,
-            head,
-            batch,
-        })
+        Ok(Found { oldest, head, batch })
     }
 
     fn read(&mut self, after: EventId, bytes_max: usize) -> Result<Option<Arc<Batch>>> {
@@ -200,11 +179,7 @@ impl StoreReader<'_> {
         }
         self.row_bytes = (self.row_bytes * 3 + bytes / frames.len()) / 4;
         self.alive.fetch_add(bytes, Ordering::Relaxed);
-        let batch = Arc::new(Batch {
-            frames,
-            bytes,
-            alive: self.alive.clone(),
-        });
+        let batch = Arc::new(Batch { frames, bytes, alive: self.alive.clone() });
         self.shared.push_back((after, Arc::downgrade(&batch)));
         if self.shared.len() > SHARED_BATCHES {
             self.shared.pop_front();

@@ -140,29 +140,32 @@ impl Session {
             kind,
             me: me.clone(),
             first_id: row.session.clone(),
-            state: Watched::new("state", State {
-                machine,
-                id: row.session.clone(),
-                since_ms: clock::now_ms(),
-                last_used_ms: row.last_used_ms,
-                created_ms: row.created_ms,
-                label: row.label.clone(),
-                resumable,
-                features,
-                tasks: std::collections::HashSet::new(),
-                pins: 0,
-                said: String::new(),
-                preamble: None,
-                commits: 0,
-                responses: Responses::default(),
-                given: Vec::new(),
-                starting: None,
-                start_error: None,
-                row_kept: false,
-                end: None,
-                spare: None,
-                phase_told: (PhaseKind::Idle, 0),
-            }),
+            state: Watched::new(
+                "state",
+                State {
+                    machine,
+                    id: row.session.clone(),
+                    since_ms: clock::now_ms(),
+                    last_used_ms: row.last_used_ms,
+                    created_ms: row.created_ms,
+                    label: row.label.clone(),
+                    resumable,
+                    features,
+                    tasks: std::collections::HashSet::new(),
+                    pins: 0,
+                    said: String::new(),
+                    preamble: None,
+                    commits: 0,
+                    responses: Responses::default(),
+                    given: Vec::new(),
+                    starting: None,
+                    start_error: None,
+                    row_kept: false,
+                    end: None,
+                    spare: None,
+                    phase_told: (PhaseKind::Idle, 0),
+                },
+            ),
             changed: Condvar::new(),
         })
     }
@@ -498,6 +501,7 @@ impl Session {
             event: "chat-message-dispatched",
             data: json!({"sessionId": state.id, "turnId": turn, "messageUuids": uuids}),
         };
+        let early = crate::faults::planted("dispatch_before_commit").then(|| Fact::Dispatched(turn.clone()));
         let change = Change::Dispatch { session: state.id.clone(), turn: turn.clone(), members: uuids, attempt };
         let session: Weak<Self> = Arc::downgrade(self);
         self.context.journal.submit(
@@ -506,6 +510,7 @@ impl Session {
             Box::new(move |done| {
                 let Some(session) = session.upgrade() else { return };
                 match done {
+                    Ok(_) if crate::faults::planted("dispatch_before_commit") => {}
                     Ok(_) => {
                         session.apply(Fact::Dispatched(turn));
                     }
@@ -516,7 +521,7 @@ impl Session {
                 }
             }),
         );
-        None
+        early
     }
 
     fn record_end(&self, state: &mut State, turn: TurnId, members: &[Arc<Message>], how: EndHow, late: &mut Vec<Late>) {
@@ -603,6 +608,7 @@ impl Session {
             box_dir: self.context.config.box_dir.clone(),
             env: self.context.agent_env.clone(),
             agent_mark: super::recover::mark(&self.context.config.box_dir, &id),
+            allow_tools: self.context.config.allow_tools,
         };
         match Run::start(spec, Arc::new(Listener::new(self.clone(), run))) {
             Ok(handle) => {

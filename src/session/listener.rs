@@ -54,7 +54,8 @@ impl Listener {
     fn run_prepare_hook(&self, id: &SessionId) {
         let context = &self.session.context;
         let Some(command) = &context.config.prepare else { return };
-        match crate::agent::hook::run(command, &context.config.box_dir, Instant::now() + PREPARE_LIMIT, &context.hooks) {
+        match crate::agent::hook::run(command, &context.config.box_dir, Instant::now() + PREPARE_LIMIT, &context.hooks)
+        {
             Ok(()) => {}
             Err(e) => log::warn!("session {id}: prepare hook: {e}"),
         }

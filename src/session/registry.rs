@@ -189,7 +189,10 @@ impl Registry {
         map.known = recovered.sessions.into_iter().map(|row| (row.session.clone(), row)).collect();
         map.kept_features = recovered.features.into_iter().collect();
         map.main = read_main(&context);
-        for owed in recovered.owed {
+        for mut owed in recovered.owed {
+            if crate::faults::planted("remerge_at_recovery") {
+                remerge(&context, &mut owed);
+            }
             if owed.turn.is_none() && owed.queue.is_empty() {
                 continue;
             }
@@ -827,6 +830,16 @@ fn tell_failed(context: &Context, session: &SessionId, messages: Vec<MessageUuid
     }
 }
 
+/// The planted fault: what was dispatched goes back to the front of the queue, and no transcript is looked at.
+fn remerge(context: &Context, owed: &mut crate::journal::Owed) {
+    let Some(turn) = owed.turn.take() else { return };
+    let changes = vec![Change::Recall { turn: turn.turn.clone() }, Change::Split { turn: turn.turn }];
+    if let Ok(place) = context.journal.reserve_for_outcome(1) {
+        context.journal.owe(Unit { changes, events: vec![] }, place, Box::new(|_| ()));
+    }
+    owed.queue.splice(0..0, turn.members);
+}
+
 fn wait_until_idle(all: &[Arc<Session>], deadline: Instant) -> bool {
     all.iter().all(|session| {
         let mut state = session.state();
@@ -877,7 +890,7 @@ fn tell_if_stuck(session: &Session, kind: PhaseKind, since_ms: UnixMs) {
 /// Body of the thread `sweep`. Wakes at named times only: a pause that is over, a phase that should be left, the next
 /// session to close, frames to forget, and half the supervisor's watchdog time if it has one.
 fn sweep(registry: &Weak<Registry>) {
-    let watchdog = crate::tools::watchdog_interval();
+    let watchdog = crate::supervisor::watchdog_interval();
     loop {
         let Some(registry) = registry.upgrade() else { return };
         let now = Instant::now();
@@ -885,7 +898,7 @@ fn sweep(registry: &Weak<Registry>) {
         let mut idle_next = now + registry.close_idle();
         registry.context.turns.forget_ended();
         if let Some(every) = watchdog {
-            crate::tools::notify_supervisor("WATCHDOG=1");
+            crate::supervisor::notify("WATCHDOG=1");
             idle_next = idle_next.min(now + every);
         }
         let mut due = Vec::new();

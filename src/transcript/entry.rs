@@ -1,7 +1,7 @@
 //! PURE. What history shows of a record: an entry with its blocks, exactly as the wire writes it.
 //!
 //! Leaves which records are shown to `record`. Rules a change could break: no base64 run of 1 KiB or more in any text;
-//! nothing is cut inside a character; photos are numbered by [`walk_blocks`](super::record::walk_blocks) alone.
+//! nothing is cut inside a character; photos are numbered by [`walk_blocks`] alone.
 
 use std::borrow::Cow;
 

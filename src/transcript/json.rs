@@ -2,7 +2,7 @@
 //!
 //! Forgives what real transcripts hold and strict parsers refuse: lone surrogates, invalid UTF-8, raw control bytes,
 //! `NaN`, numbers out of range, double keys (the last counts). Leaves meaning to `record`. Rule a change could break:
-//! nothing here panics or recurses past [`DEPTH_MAX`](super::DEPTH_MAX), whatever the bytes.
+//! nothing here panics or recurses past [`DEPTH_MAX`], whatever the bytes.
 
 use std::borrow::Cow;
 

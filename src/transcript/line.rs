@@ -204,7 +204,8 @@ impl Scanner {
             if piece.is_empty() {
                 return;
             }
-            if is_other_kind(piece) {
+            // No more than a divided read would judge by, so that where reads divide a line changes nothing.
+            if is_other_kind(&piece[..piece.len().min(HEAD_BYTES)]) {
                 match self.find_glued(piece, 1, 0) {
                     None => {
                         let body = Body::Dropped { torn: ends_torn(piece, &[]) };

@@ -364,7 +364,8 @@ fn is_only_plumbing_tags(mut text: &str) -> bool {
 
 /// Where `tag` begins, in whatever case it is written.
 fn find_tag(text: &str, tag: &str) -> Option<usize> {
-    let is_tag = |at: usize| text.as_bytes().get(at..at + tag.len()).is_some_and(|t| t.eq_ignore_ascii_case(tag.as_bytes()));
+    let is_tag =
+        |at: usize| text.as_bytes().get(at..at + tag.len()).is_some_and(|t| t.eq_ignore_ascii_case(tag.as_bytes()));
     text.match_indices('<').map(|(at, _)| at).find(|at| is_tag(*at))
 }
 

@@ -259,6 +259,17 @@ fn rubbish() -> impl Strategy<Value = Vec<u8>> {
     proptest::collection::vec(part, 0..4).prop_map(|parts| parts.concat().into_iter().filter(|b| *b != b'\n').collect())
 }
 
+#[test]
+fn a_kind_that_ends_behind_the_head_of_a_line_is_judged_alike_wherever_reads_divide_it() {
+    let good = "{\"type\":\"user\",\"message\":{\"content\":\"x\"},\"uuid\":\"good\"}\n";
+    let file = format!("{{\"type\":\"ap{}b\",\"message\":{{\"c{{\"uuid\":}}\n{good}", "y\0".repeat(40));
+    let whole = read(file.as_bytes(), file.len());
+    for piece in [1, 7, 8, 63, 64, 65, 100] {
+        assert_eq!(read(file.as_bytes(), piece), whole, "in pieces of {piece}");
+    }
+    assert_eq!(whole.0.len(), 1);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 

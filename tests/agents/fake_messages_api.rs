@@ -71,23 +71,13 @@ struct Block {
 
 impl Step {
     fn saying(text: String, chunks: usize, chunk_delay: f64) -> Self {
-        let block = Block {
-            text: Some(text),
-            chunks: Some(chunks),
-            ..Block::default()
-        };
-        Self {
-            blocks: vec![block],
-            chunk_delay,
-            ..Self::default()
-        }
+        let block = Block { text: Some(text), chunks: Some(chunks), ..Block::default() };
+        Self { blocks: vec![block], chunk_delay, ..Self::default() }
     }
 
     fn stop_reason(&self) -> &str {
         let calls = self.blocks.iter().any(|block| block.tool.is_some());
-        self.stop
-            .as_deref()
-            .unwrap_or(if calls { "tool_use" } else { "end_turn" })
+        self.stop.as_deref().unwrap_or(if calls { "tool_use" } else { "end_turn" })
     }
 }
 
@@ -118,47 +108,27 @@ fn parts(content: &Value, chunks: usize) -> (Value, Vec<Value>, Option<Value>) {
             start["thinking"] = json!("");
             start["signature"] = json!("");
             let signature = json!({"type": "signature_delta", "signature": content["signature"]});
-            (
-                content["thinking"].as_str().unwrap_or_default().to_owned(),
-                "thinking_delta",
-                "thinking",
-                Some(signature),
-            )
+            (content["thinking"].as_str().unwrap_or_default().to_owned(), "thinking_delta", "thinking", Some(signature))
         }
         "tool_use" => {
             start["input"] = json!({});
-            (
-                content["input"].to_string(),
-                "input_json_delta",
-                "partial_json",
-                None,
-            )
+            (content["input"].to_string(), "input_json_delta", "partial_json", None)
         }
         _ => {
             start["text"] = json!("");
-            (
-                content["text"].as_str().unwrap_or_default().to_owned(),
-                "text_delta",
-                "text",
-                None,
-            )
+            (content["text"].as_str().unwrap_or_default().to_owned(), "text_delta", "text", None)
         }
     };
     let letters: Vec<char> = whole.chars().collect();
     let size = letters.len().div_ceil(chunks.max(1)).max(1);
-    let deltas = letters
-        .chunks(size)
-        .map(|piece| json!({"type": delta, key: piece.iter().collect::<String>()}));
+    let deltas = letters.chunks(size).map(|piece| json!({"type": delta, key: piece.iter().collect::<String>()}));
     (start, deltas.collect(), signature)
 }
 
 fn texts(message: &Value) -> Vec<&str> {
     match &message["content"] {
         Value::String(text) => vec![text],
-        Value::Array(blocks) => blocks
-            .iter()
-            .filter_map(|block| block["text"].as_str())
-            .collect(),
+        Value::Array(blocks) => blocks.iter().filter_map(|block| block["text"].as_str()).collect(),
         Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_) => Vec::new(),
     }
 }
@@ -166,12 +136,7 @@ fn texts(message: &Value) -> Vec<&str> {
 /// The last scenario in `text`.
 fn scenario_in(text: &str) -> Option<Scenario> {
     text.match_indices("FAKE{")
-        .filter_map(|(at, _)| {
-            serde_json::Deserializer::from_str(&text[at + 4..])
-                .into_iter::<Scenario>()
-                .next()?
-                .ok()
-        })
+        .filter_map(|(at, _)| serde_json::Deserializer::from_str(&text[at + 4..]).into_iter::<Scenario>().next()?.ok())
         .last()
 }
 
@@ -180,68 +145,32 @@ fn choose(request: &Value) -> (Step, String) {
     let none = Vec::new();
     let messages = request["messages"].as_array().unwrap_or(&none);
     let side = request["tools"].as_array().is_none_or(Vec::is_empty);
-    let found = messages
-        .iter()
-        .enumerate()
-        .rev()
-        .filter(|(_, message)| message["role"] == "user")
-        .find_map(|(at, message)| {
-            texts(message)
-                .into_iter()
-                .rev()
-                .find_map(|text| Some((at, text, scenario_in(text)?)))
+    let found =
+        messages.iter().enumerate().rev().filter(|(_, message)| message["role"] == "user").find_map(|(at, message)| {
+            texts(message).into_iter().rev().find_map(|text| Some((at, text, scenario_in(text)?)))
         });
     if let Some((at, text, scenario)) = found
         && (!side || scenario.any)
     {
-        let k = messages[at + 1..]
-            .iter()
-            .filter(|message| message["role"] == "assistant")
-            .count();
-        let step = scenario
-            .steps
-            .get(k)
-            .cloned()
-            .unwrap_or_else(|| Step::saying("ok".to_owned(), 3, 0.0));
+        let k = messages[at + 1..].iter().filter(|message| message["role"] == "assistant").count();
+        let step = scenario.steps.get(k).cloned().unwrap_or_else(|| Step::saying("ok".to_owned(), 3, 0.0));
         return (step, format!("{k} {text}"));
     }
     if side {
-        return (
-            Step::saying("Side answer.".to_owned(), 5, 0.01),
-            String::new(),
-        );
+        return (Step::saying("Side answer.".to_owned(), 5, 0.01), String::new());
     }
-    let said = messages
-        .iter()
-        .rev()
-        .find(|message| message["role"] == "user")
-        .map(texts)
-        .unwrap_or_default();
-    let said = said
-        .into_iter()
-        .rfind(|text| !text.starts_with("<system-reminder>"))
-        .unwrap_or_default();
+    let said = messages.iter().rev().find(|message| message["role"] == "user").map(texts).unwrap_or_default();
+    let said = said.into_iter().rfind(|text| !text.starts_with("<system-reminder>")).unwrap_or_default();
     let said: String = said.chars().take(60).collect();
-    (
-        Step::saying(
-            format!("Hello from the fake API. You said: {said}"),
-            5,
-            0.01,
-        ),
-        String::new(),
-    )
+    (Step::saying(format!("Hello from the fake API. You said: {said}"), 5, 0.01), String::new())
 }
 
 /// Media type and base64 length of every photo in `value`.
 fn photos(value: &Value, found: &mut Vec<Value>) {
     match value {
         Value::Object(fields) => {
-            if let (Some("image"), Some(data)) =
-                (value["type"].as_str(), value["source"]["data"].as_str())
-            {
-                found.push(
-                    json!({"mediaType": value["source"]["media_type"], "base64Bytes": data.len()}),
-                );
+            if let (Some("image"), Some(data)) = (value["type"].as_str(), value["source"]["data"].as_str()) {
+                found.push(json!({"mediaType": value["source"]["media_type"], "base64Bytes": data.len()}));
             }
             fields.values().for_each(|inner| photos(inner, found));
         }
@@ -296,10 +225,7 @@ fn read_request(from: &mut BufReader<TcpStream>) -> io::Result<Option<Request>> 
         }
         match field.trim_end().split_once(':') {
             Some((name, value)) if name.eq_ignore_ascii_case("content-length") => {
-                length = value
-                    .trim()
-                    .parse()
-                    .map_err(|_| bad("content-length is no number"))?;
+                length = value.trim().parse().map_err(|_| bad("content-length is no number"))?;
             }
             Some(_) => {}
             None if field.trim_end().is_empty() => break,
@@ -334,18 +260,12 @@ impl Connection {
             body.len(),
             id("req")
         );
-        self.to
-            .write_all((head + if head_only { "" } else { &body }).as_bytes())
+        self.to.write_all((head + if head_only { "" } else { &body }).as_bytes())
     }
 
     fn not_found(&mut self, head_only: bool) -> io::Result<()> {
         let error = json!({"type": "not_found_error", "message": "fake: no such path"});
-        self.json(
-            404,
-            &json!({"type": "error", "error": error}),
-            "",
-            head_only,
-        )
+        self.json(404, &json!({"type": "error", "error": error}), "", head_only)
     }
 
     fn answer(&mut self, request: &Request) -> io::Result<()> {
@@ -363,8 +283,7 @@ impl Connection {
         }
         let body: Option<Value> = serde_json::from_slice(&request.body).ok();
         let Some(body) = body.filter(|_| path.starts_with("/v1/messages")) else {
-            self.shared
-                .log(json!({"method": method, "path": path, "bytes": request.body.len()}));
+            self.shared.log(json!({"method": method, "path": path, "bytes": request.body.len()}));
             return self.not_found(false);
         };
         let number = {
@@ -374,23 +293,13 @@ impl Connection {
         };
         let mut images = Vec::new();
         photos(&body["messages"], &mut images);
-        let roles: Vec<&Value> = body["messages"]
-            .as_array()
-            .into_iter()
-            .flatten()
-            .map(|m| &m["role"])
-            .collect();
+        let roles: Vec<&Value> = body["messages"].as_array().into_iter().flatten().map(|m| &m["role"]).collect();
         self.shared.log(json!({
             "number": number, "path": path, "bytes": request.body.len(), "model": body["model"], "stream": body["stream"],
             "tools": body["tools"].as_array().map_or(0, Vec::len), "roles": roles, "images": images,
         }));
         if path.starts_with("/v1/messages/count_tokens") {
-            return self.json(
-                200,
-                &json!({"input_tokens": (request.body.len() / 4).max(1)}),
-                "",
-                false,
-            );
+            return self.json(200, &json!({"input_tokens": (request.body.len() / 4).max(1)}), "", false);
         }
         let (step, key) = choose(&body);
         pause(step.delay);
@@ -402,13 +311,9 @@ impl Connection {
                 *count
             };
             if step.times.is_none_or(|times| nth <= times) {
-                self.shared
-                    .log(json!({"number": number, "answered": status, "nth": nth}));
+                self.shared.log(json!({"number": number, "answered": status, "nth": nth}));
                 let mut more = String::new();
-                for (name, value) in [
-                    ("retry-after", &step.retry_after),
-                    ("x-should-retry", &step.should_retry),
-                ] {
+                for (name, value) in [("retry-after", &step.retry_after), ("x-should-retry", &step.should_retry)] {
                     if let Some(value) = value {
                         more += &format!("{name}: {value}\r\n");
                     }
@@ -417,34 +322,16 @@ impl Connection {
                     "type": step.error_type.as_deref().unwrap_or("overloaded_error"),
                     "message": step.message.as_deref().unwrap_or("Overloaded"),
                 });
-                return self.json(
-                    status,
-                    &json!({"type": "error", "error": error}),
-                    &more,
-                    false,
-                );
+                return self.json(status, &json!({"type": "error", "error": error}), &more, false);
             }
         }
-        let told = if body["stream"] == true {
-            self.stream(&body, &step)
-        } else {
-            self.whole(&body, &step)
-        };
-        let outcome = told
-            .as_ref()
-            .map_or_else(ToString::to_string, |()| "done".to_owned());
-        self.shared
-            .log(json!({"number": number, "answered": 200, "outcome": outcome}));
+        let told = if body["stream"] == true { self.stream(&body, &step) } else { self.whole(&body, &step) };
+        let outcome = told.as_ref().map_or_else(ToString::to_string, |()| "done".to_owned());
+        self.shared.log(json!({"number": number, "answered": 200, "outcome": outcome}));
         told
     }
 
-    fn message(
-        &self,
-        request: &Value,
-        content: Vec<Value>,
-        stop: Value,
-        output_tokens: usize,
-    ) -> Value {
+    fn message(&self, request: &Value, content: Vec<Value>, stop: Value, output_tokens: usize) -> Value {
         let usage = json!({
             "input_tokens": 100, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0,
             "output_tokens": output_tokens,
@@ -468,12 +355,8 @@ impl Connection {
     }
 
     fn event(&mut self, event: &Value) -> io::Result<()> {
-        let text = format!(
-            "event: {}\ndata: {event}\n\n",
-            event["type"].as_str().unwrap_or_default()
-        );
-        self.to
-            .write_all(format!("{:x}\r\n{text}\r\n", text.len()).as_bytes())
+        let text = format!("event: {}\ndata: {event}\n\n", event["type"].as_str().unwrap_or_default());
+        self.to.write_all(format!("{:x}\r\n{text}\r\n", text.len()).as_bytes())
     }
 
     fn stream(&mut self, request: &Value, step: &Step) -> io::Result<()> {
@@ -488,23 +371,16 @@ impl Connection {
         let mut deltas_said = 0;
         for (index, block) in step.blocks.iter().enumerate() {
             let (start, deltas, signature) = parts(&block.content(), block.chunks.unwrap_or(3));
-            self.event(
-                &json!({"type": "content_block_start", "index": index, "content_block": start}),
-            )?;
+            self.event(&json!({"type": "content_block_start", "index": index, "content_block": start}))?;
             for delta in deltas {
                 pause(step.chunk_delay);
-                self.event(
-                    &json!({"type": "content_block_delta", "index": index, "delta": delta}),
-                )?;
+                self.event(&json!({"type": "content_block_delta", "index": index, "delta": delta}))?;
                 deltas_said += 1;
             }
             if index + 1 == step.blocks.len() {
                 if step.cut {
                     self.to.shutdown(std::net::Shutdown::Both)?;
-                    return Err(io::Error::new(
-                        io::ErrorKind::ConnectionAborted,
-                        "cut by the scenario",
-                    ));
+                    return Err(io::Error::new(io::ErrorKind::ConnectionAborted, "cut by the scenario"));
                 }
                 if step.hang {
                     // Until a ping finds the client gone.
@@ -515,9 +391,7 @@ impl Connection {
                 }
             }
             if let Some(signature) = signature {
-                self.event(
-                    &json!({"type": "content_block_delta", "index": index, "delta": signature}),
-                )?;
+                self.event(&json!({"type": "content_block_delta", "index": index, "delta": signature}))?;
             }
             self.event(&json!({"type": "content_block_stop", "index": index}))?;
         }
@@ -542,37 +416,22 @@ impl Connection {
 pub fn start(port: u16, log: Option<&Path>) -> io::Result<u16> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port))?;
     let port = listener.local_addr()?.port();
-    let log = log
-        .map(|path| File::options().append(true).create(true).open(path))
-        .transpose()?;
-    let shared = Arc::new(Shared {
-        log: log.map(Mutex::new),
-        failed: Mutex::new(HashMap::new()),
-        requests: Mutex::new(0),
-    });
-    threads::spawn(
-        Name::fixed("fake-accept"),
-        threads::SMALL_STACK_BYTES,
-        OnPanic::Contain,
-        move || {
-            for (n, stream) in listener.incoming().flatten().enumerate() {
-                let connection = Connection {
-                    to: stream,
-                    shared: Arc::clone(&shared),
-                };
-                let body = move || {
-                    // A client that leaves is no news.
-                    let _ = connection.live();
-                };
-                let name = Name::numbered("fake", n % 100);
-                if let Err(e) =
-                    threads::spawn(name, threads::WORK_STACK_BYTES, OnPanic::Contain, body)
-                {
-                    log::error!("no thread for a connection: {e}");
-                }
+    let log = log.map(|path| File::options().append(true).create(true).open(path)).transpose()?;
+    let shared =
+        Arc::new(Shared { log: log.map(Mutex::new), failed: Mutex::new(HashMap::new()), requests: Mutex::new(0) });
+    threads::spawn(Name::fixed("fake-accept"), threads::SMALL_STACK_BYTES, OnPanic::Contain, move || {
+        for (n, stream) in listener.incoming().flatten().enumerate() {
+            let connection = Connection { to: stream, shared: Arc::clone(&shared) };
+            let body = move || {
+                // A client that leaves is no news.
+                let _ = connection.live();
+            };
+            let name = Name::numbered("fake", n % 100);
+            if let Err(e) = threads::spawn(name, threads::WORK_STACK_BYTES, OnPanic::Contain, body) {
+                log::error!("no thread for a connection: {e}");
             }
-        },
-    )?;
+        }
+    })?;
     Ok(port)
 }
 

@@ -1,11 +1,7 @@
 //! The real agent program beside the embedded one: both hold the same conversation, and what the embedded one says must
 //! have the order of the real one and no key that the real one lacks. Run by `scripts/real-agent`, which installs the
 //! program and names it in `BEEBOX_REAL_AGENTS` (`VERSION=PATH` separated by blanks).
-#![allow(
-    clippy::unwrap_used,
-    clippy::print_stdout,
-    reason = "tests fail loudly"
-)]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests fail loudly")]
 
 #[path = "../it/agent_process.rs"]
 #[allow(dead_code, reason = "the other users need the rest of it")]
@@ -43,28 +39,18 @@ fn real_words() -> Words {
     let bash = |command: &str| json!({"tool": "Bash", "input": {"command": command, "description": "a tool"}});
     Words {
         thought_and_tool: fake(json!([{"blocks": [{"think": "I think"}, bash("echo done")]}])),
-        slow: fake(
-            json!([{"blocks": [{"text": "slow answer ".repeat(40), "chunks": 40}], "chunk_delay": 0.05}]),
-        ),
+        slow: fake(json!([{"blocks": [{"text": "slow answer ".repeat(40), "chunks": 40}], "chunk_delay": 0.05}])),
         slow_tool: fake(json!([{"blocks": [bash("sleep 1.5; echo done")]}])),
         background: fake(json!([{"blocks": [
             {"tool": "Bash", "input": {"command": "sleep 1", "description": "a task", "run_in_background": true}},
         ]}])),
-        error: fake(
-            json!([{"status": 400, "error_type": "invalid_request_error", "message": "made up"}]),
-        ),
+        error: fake(json!([{"status": 400, "error_type": "invalid_request_error", "message": "made up"}])),
     }
 }
 
 /// Kinds that come at their own time, or that the embedded agent has no reason to say.
 fn is_noise(kind: &str) -> bool {
-    [
-        "command_lifecycle/queued",
-        "system/api_retry",
-        "rate_limit_event",
-    ]
-    .iter()
-    .any(|noise| kind.starts_with(noise))
+    ["command_lifecycle/queued", "system/api_retry", "rate_limit_event"].iter().any(|noise| kind.starts_with(noise))
 }
 
 /// The whole conversation; returns the kinds of each part and every line.
@@ -82,10 +68,7 @@ fn converse(agent: &mut Agent, words: &Words) -> Vec<(&'static str, Vec<String>)
     agent.result();
     settle(agent);
     part("text", agent);
-    agent.send_as(
-        "00000000-0000-4000-8000-0000000000a2",
-        words.thought_and_tool.as_str(),
-    );
+    agent.send_as("00000000-0000-4000-8000-0000000000a2", words.thought_and_tool.as_str());
     agent.result();
     settle(agent);
     part("thought and tool", agent);
@@ -97,15 +80,9 @@ fn converse(agent: &mut Agent, words: &Words) -> Vec<(&'static str, Vec<String>)
     agent.result();
     settle(agent);
     part("two that wait", agent);
-    agent.send_as(
-        "00000000-0000-4000-8000-0000000000a6",
-        words.slow_tool.as_str(),
-    );
+    agent.send_as("00000000-0000-4000-8000-0000000000a6", words.slow_tool.as_str());
     agent.kind("stream_event/message_stop");
-    agent.send_as(
-        "00000000-0000-4000-8000-0000000000a7",
-        "while the tool runs",
-    );
+    agent.send_as("00000000-0000-4000-8000-0000000000a7", "while the tool runs");
     agent.result();
     settle(agent);
     part("folded", agent);
@@ -115,19 +92,13 @@ fn converse(agent: &mut Agent, words: &Words) -> Vec<(&'static str, Vec<String>)
     agent.result();
     settle(agent);
     part("interrupted", agent);
-    agent.send_as(
-        "00000000-0000-4000-8000-0000000000a9",
-        words.slow_tool.as_str(),
-    );
+    agent.send_as("00000000-0000-4000-8000-0000000000a9", words.slow_tool.as_str());
     agent.kind("stream_event/message_stop");
     agent.interrupt("r2");
     agent.result();
     settle(agent);
     part("interrupted in a tool", agent);
-    agent.send_as(
-        "00000000-0000-4000-8000-0000000000ac",
-        words.background.as_str(),
-    );
+    agent.send_as("00000000-0000-4000-8000-0000000000ac", words.background.as_str());
     agent.result();
     assert_eq!(agent.result()["origin"]["kind"], "task-notification");
     settle(agent);
@@ -150,11 +121,7 @@ fn converse(agent: &mut Agent, words: &Words) -> Vec<(&'static str, Vec<String>)
 /// Every session id that an init named.
 fn ids(agent: &Agent) -> Vec<String> {
     let mut ids: Vec<String> = Vec::new();
-    for message in agent
-        .heard
-        .iter()
-        .filter(|message| message["subtype"] == "init")
-    {
+    for message in agent.heard.iter().filter(|message| message["subtype"] == "init") {
         ids.push(message["session_id"].as_str().unwrap().to_owned());
     }
     ids.dedup();
@@ -164,15 +131,12 @@ fn ids(agent: &Agent) -> Vec<String> {
 /// Hears whatever still belongs to the turn: an answer to an idle interrupt comes behind it.
 fn settle(agent: &mut Agent) {
     agent.interrupt("settle");
-    agent.until("the answer", |message| {
-        message["response"]["request_id"] == "settle"
-    });
+    agent.until("the answer", |message| message["response"]["request_id"] == "settle");
 }
 
 #[test]
 fn the_embedded_agent_speaks_as_the_real_one() {
-    let agents =
-        std::env::var("BEEBOX_REAL_AGENTS").expect("scripts/real-agent sets BEEBOX_REAL_AGENTS");
+    let agents = std::env::var("BEEBOX_REAL_AGENTS").expect("scripts/real-agent sets BEEBOX_REAL_AGENTS");
     let api = fake_messages_api::start(0, None).unwrap();
     for agent in agents.split_whitespace() {
         let (version, path) = agent.split_once('=').expect("VERSION=PATH");
@@ -187,11 +151,7 @@ fn the_embedded_agent_speaks_as_the_real_one() {
             .env("ANTHROPIC_API_KEY", "dummy")
             .env("CLAUDE_CODE_MAX_RETRIES", "2")
             .env("IS_SANDBOX", "1");
-        for name in [
-            "DISABLE_TELEMETRY",
-            "DISABLE_AUTOUPDATER",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC",
-        ] {
+        for name in ["DISABLE_TELEMETRY", "DISABLE_AUTOUPDATER", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] {
             command.env(name, "1");
         }
         let mut real = place.start_program(command, &[]);
@@ -208,9 +168,7 @@ fn the_embedded_agent_speaks_as_the_real_one() {
         // The bookkeeping of the real one depends on how long it lived.
         let written = |ids: &[String]| -> Vec<String> {
             let lines = ids.iter().flat_map(|id| place.raw_lines(id));
-            lines
-                .filter(|line| !line.contains(r#""type":"last-prompt""#))
-                .collect()
+            lines.filter(|line| !line.contains(r#""type":"last-prompt""#)).collect()
         };
         assert_shapes(&written(&embedded_ids), &written(&real_ids));
     }

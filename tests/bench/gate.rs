@@ -3,11 +3,7 @@
 //! Every server and every load is a process of its own (this binary in another role), so that a thread list, a resident
 //! size and a CPU belong to one of them. Rounds alternate between the servers, because the machine may be shared: read
 //! the ratios, not the figures. `wrk` is run too when it is there, as a client that is not ours.
-#![allow(
-    clippy::unwrap_used,
-    clippy::print_stdout,
-    reason = "a measurement fails loudly and prints"
-)]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a measurement fails loudly and prints")]
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -31,31 +27,19 @@ const HUGE: &str = "/api/session-media/s/e/0";
 
 fn main() {
     raise_descriptors();
-    let args: Vec<String> = std::env::args()
-        .skip(1)
-        .filter(|a| a != "--bench")
-        .collect();
+    let args: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     match args.as_slice() {
         ["serve-gate", workers] => serve_gate(workers.parse().unwrap(), None),
-        ["serve-gate", workers, waiting] => {
-            serve_gate(workers.parse().unwrap(), waiting.parse().ok())
-        }
+        ["serve-gate", workers, waiting] => serve_gate(workers.parse().unwrap(), waiting.parse().ok()),
         ["serve-bare"] => serve_bare(),
         ["load", address, path, connections, ms] => {
-            let load = load(
-                address.parse().unwrap(),
-                path,
-                connections.parse().unwrap(),
-                ms.parse().unwrap(),
-            );
+            let load = load(address.parse().unwrap(), path, connections.parse().unwrap(), ms.parse().unwrap());
             println!("{}", load.line());
         }
-        ["hostile", address, slow, unread] => hostile(
-            address.parse().unwrap(),
-            slow.parse().unwrap(),
-            unread.parse().unwrap(),
-        ),
+        ["hostile", address, slow, unread] => {
+            hostile(address.parse().unwrap(), slow.parse().unwrap(), unread.parse().unwrap())
+        }
         ["idle", address, count] => hold_idle(address.parse().unwrap(), count.parse().unwrap()),
         [] => report(10, 1),
         ["quick"] => report(2, 1),
@@ -67,13 +51,7 @@ fn main() {
 fn raise_descriptors() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let most = getrlimit(Resource::Nofile).maximum;
-    let _ = setrlimit(
-        Resource::Nofile,
-        Rlimit {
-            current: most,
-            maximum: most,
-        },
-    );
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most });
 }
 
 // ---- servers
@@ -92,10 +70,7 @@ impl Handler for Fixed {
             Route::Status { .. } => Reply::json_bytes(200, vec![b'x'; 3000]),
             _ => {
                 let mut reply = Reply::empty(200);
-                reply.body = Body::Reader {
-                    reader: Box::new(std::io::repeat(b'x')),
-                    len: 8 << 20,
-                };
+                reply.body = Body::Reader { reader: Box::new(std::io::repeat(b'x')), len: 8 << 20 };
                 reply
             }
         })
@@ -118,11 +93,7 @@ fn serve_gate(workers: usize, waiting: Option<usize>) {
     let mut limits = Limits::default();
     limits.waiting_max = waiting.unwrap_or(limits.waiting_max);
     let socket = dir.path().join("http.sock");
-    let config = ServerConfig {
-        socket: socket.clone(),
-        workers,
-        waiting: limits.waiting_max,
-    };
+    let config = ServerConfig { socket: socket.clone(), workers, waiting: limits.waiting_max };
     let _server = server::start(&config, Arc::new(Fixed), notes.clone()).unwrap();
     let config = GateConfig {
         listen: "127.0.0.1:0".parse().unwrap(),
@@ -140,10 +111,7 @@ fn serve_gate(workers: usize, waiting: Option<usize>) {
     until_stdin_ends();
 }
 
-#[expect(
-    clippy::disallowed_methods,
-    reason = "the bare server that is measured beside ours"
-)]
+#[expect(clippy::disallowed_methods, reason = "the bare server that is measured beside ours")]
 fn serve_bare() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     // Accepted sockets inherit it; tiny_http itself cannot set it.
@@ -154,13 +122,8 @@ fn serve_bare() {
         let server = server.clone();
         std::thread::spawn(move || {
             while let Ok(request) = server.recv() {
-                let body = if request.url() == SMALL {
-                    small()
-                } else {
-                    vec![b'x'; 3000]
-                };
-                let json =
-                    tiny_http::Header::from_bytes("Content-Type", "application/json").unwrap();
+                let body = if request.url() == SMALL { small() } else { vec![b'x'; 3000] };
+                let json = tiny_http::Header::from_bytes("Content-Type", "application/json").unwrap();
                 let _ = request.respond(tiny_http::Response::from_data(body).with_header(json));
             }
         });
@@ -179,11 +142,7 @@ struct Running {
 
 impl Running {
     fn role(args: &[&str]) -> Self {
-        let mut child = me(args)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let mut child = me(args).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let address = first_line(&mut child).trim().parse().unwrap();
         Self { child, address }
     }
@@ -194,11 +153,7 @@ impl Running {
         if !peer.join("node_modules/fastify").exists() {
             return None;
         }
-        let port = TcpListener::bind("127.0.0.1:0")
-            .unwrap()
-            .local_addr()
-            .unwrap()
-            .port();
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let mut child = Command::new("node")
             .args(["http.js", &port.to_string(), "200"])
             .current_dir(peer)
@@ -206,10 +161,7 @@ impl Running {
             .spawn()
             .ok()?;
         first_line(&mut child);
-        Some(Self {
-            child,
-            address: SocketAddr::from(([127, 0, 0, 1], port)),
-        })
+        Some(Self { child, address: SocketAddr::from(([127, 0, 0, 1], port)) })
     }
 
     fn rss_kib(&self) -> u64 {
@@ -242,9 +194,7 @@ fn me(args: &[&str]) -> Command {
 
 fn first_line(child: &mut Child) -> String {
     let mut line = String::new();
-    BufReader::new(child.stdout.as_mut().unwrap())
-        .read_line(&mut line)
-        .unwrap();
+    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
     line
 }
 
@@ -260,17 +210,11 @@ struct Load {
 
 impl Load {
     fn line(&self) -> String {
-        format!(
-            "{} {} {} {} {}",
-            self.per_second, self.p50_us, self.p99_us, self.max_us, self.stranded
-        )
+        format!("{} {} {} {} {}", self.per_second, self.p50_us, self.p99_us, self.max_us, self.stranded)
     }
 
     fn parse(line: &str) -> Self {
-        let f: Vec<f64> = line
-            .split_whitespace()
-            .map(|w| w.parse().unwrap())
-            .collect();
+        let f: Vec<f64> = line.split_whitespace().map(|w| w.parse().unwrap()).collect();
         Self {
             per_second: f[0],
             p50_us: f[1] as u64,
@@ -299,9 +243,7 @@ fn load(address: SocketAddr, path: &str, connections: usize, ms: u64) -> Load {
     for at in 0..connections {
         let mut stream = TcpStream::connect(address).unwrap();
         stream.set_nodelay(true).unwrap();
-        stream
-            .set_read_timeout(Some(Duration::from_secs(2)))
-            .unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
         stream.write_all(request.as_bytes()).unwrap();
         match stream.read(&mut buffer) {
             Ok(n) if n > 0 => {}
@@ -314,19 +256,8 @@ fn load(address: SocketAddr, path: &str, connections: usize, ms: u64) -> Load {
         while stream.read(&mut buffer).is_ok_and(|n| n > 0) {}
         std::thread::sleep(Duration::from_millis(1));
         while stream.read(&mut buffer).is_ok_and(|n| n > 0) {}
-        epoll::add(
-            &epoll,
-            &stream,
-            EventData::new_u64((at - stranded) as u64),
-            EventFlags::IN,
-        )
-        .unwrap();
-        wires.push(Wire {
-            stream,
-            sent: Instant::now(),
-            got: 0,
-            whole: 0,
-        });
+        epoll::add(&epoll, &stream, EventData::new_u64((at - stranded) as u64), EventFlags::IN).unwrap();
+        wires.push(Wire { stream, sent: Instant::now(), got: 0, whole: 0 });
     }
     let started = Instant::now();
     let until = started + Duration::from_millis(ms);
@@ -336,17 +267,9 @@ fn load(address: SocketAddr, path: &str, connections: usize, ms: u64) -> Load {
     }
     let mut took = Vec::with_capacity(1 << 20);
     let mut events = Vec::with_capacity(256);
-    let second = rustix::event::Timespec {
-        tv_sec: 1,
-        tv_nsec: 0,
-    };
+    let second = rustix::event::Timespec { tv_sec: 1, tv_nsec: 0 };
     while Instant::now() < until && !wires.is_empty() {
-        epoll::wait(
-            &epoll,
-            rustix::buffer::spare_capacity(&mut events),
-            Some(&second),
-        )
-        .unwrap();
+        epoll::wait(&epoll, rustix::buffer::spare_capacity(&mut events), Some(&second)).unwrap();
         for event in events.drain(..) {
             let wire = &mut wires[event.data.u64() as usize];
             let Ok(n) = wire.stream.read(&mut buffer) else {
@@ -370,62 +293,29 @@ fn load(address: SocketAddr, path: &str, connections: usize, ms: u64) -> Load {
     took.sort_unstable();
     let at = |share: f64| {
         u64::from(
-            took.get(((took.len() as f64 * share) as usize).min(took.len().saturating_sub(1)))
-                .copied()
-                .unwrap_or(0),
+            took.get(((took.len() as f64 * share) as usize).min(took.len().saturating_sub(1))).copied().unwrap_or(0),
         )
     };
-    Load {
-        per_second: took.len() as f64 / elapsed,
-        p50_us: at(0.5),
-        p99_us: at(0.99),
-        max_us: at(1.0),
-        stranded,
-    }
+    Load { per_second: took.len() as f64 / elapsed, p50_us: at(0.5), p99_us: at(0.99), max_us: at(1.0), stranded }
 }
 
 fn whole_length(bytes: &[u8]) -> usize {
-    let head = bytes
-        .windows(4)
-        .position(|w| w == b"\r\n\r\n")
-        .expect("a whole head in the first read")
-        + 4;
+    let head = bytes.windows(4).position(|w| w == b"\r\n\r\n").expect("a whole head in the first read") + 4;
     let text = std::str::from_utf8(&bytes[..head]).unwrap();
     assert!(text.starts_with("HTTP/1.1 200"), "{text}");
-    let length = text.lines().find_map(|l| {
-        l.to_ascii_lowercase()
-            .strip_prefix("content-length: ")?
-            .parse::<usize>()
-            .ok()
-    });
+    let length =
+        text.lines().find_map(|l| l.to_ascii_lowercase().strip_prefix("content-length: ")?.parse::<usize>().ok());
     head + length.expect("a length")
 }
 
 fn run_load(address: SocketAddr, path: &str, connections: usize, ms: u64) -> Load {
-    let out = me(&[
-        "load",
-        &address.to_string(),
-        path,
-        &connections.to_string(),
-        &ms.to_string(),
-    ])
-    .output()
-    .unwrap();
-    assert!(
-        out.status.success(),
-        "{}",
-        String::from_utf8_lossy(&out.stderr)
-    );
+    let out = me(&["load", &address.to_string(), path, &connections.to_string(), &ms.to_string()]).output().unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     Load::parse(&String::from_utf8(out.stdout).unwrap())
 }
 
 /// Requests per second and p99 in microseconds, by wrk.
-fn run_wrk(
-    address: SocketAddr,
-    path: &str,
-    connections: usize,
-    seconds: u64,
-) -> Option<(f64, u64)> {
+fn run_wrk(address: SocketAddr, path: &str, connections: usize, seconds: u64) -> Option<(f64, u64)> {
     let out = Command::new("wrk")
         .args([
             "-t1",
@@ -437,15 +327,8 @@ fn run_wrk(
         .output()
         .ok()?;
     let text = String::from_utf8_lossy(&out.stdout).into_owned();
-    let word = |key: &str| {
-        text.lines().find_map(|l| {
-            l.trim()
-                .strip_prefix(key)?
-                .split_whitespace()
-                .next()
-                .map(str::to_owned)
-        })
-    };
+    let word =
+        |key: &str| text.lines().find_map(|l| l.trim().strip_prefix(key)?.split_whitespace().next().map(str::to_owned));
     let p99 = word("99%")?;
     let (number, unit) = p99.split_at(p99.find(|c: char| c.is_ascii_alphabetic())?);
     let scale = match unit {
@@ -453,10 +336,7 @@ fn run_wrk(
         "ms" => 1e3,
         _ => 1e6,
     };
-    Some((
-        word("Requests/sec:")?.parse().ok()?,
-        (number.parse::<f64>().ok()? * scale) as u64,
-    ))
+    Some((word("Requests/sec:")?.parse().ok()?, (number.parse::<f64>().ok()? * scale) as u64))
 }
 
 /// Clients that trickle heads and bodies, and clients that ask for 8 MiB and read nothing.
@@ -522,10 +402,7 @@ impl Figure {
     }
 
     fn median(&self) -> f64 {
-        self.sorted()
-            .get(self.0.len() / 2)
-            .copied()
-            .unwrap_or(f64::NAN)
+        self.sorted().get(self.0.len() / 2).copied().unwrap_or(f64::NAN)
     }
 
     /// The round that the neighbours on the machine disturbed least.
@@ -559,11 +436,7 @@ fn report(rounds: usize, seconds: u64) {
     if peer.is_none() {
         println!("(no Fastify: run npm install in tests/bench/peers)");
     }
-    let servers = [
-        Some((&ours, SMALL)),
-        Some((&bare, SMALL)),
-        peer.as_ref().map(|p| (p, "/")),
-    ];
+    let servers = [Some((&ours, SMALL)), Some((&bare, SMALL)), peer.as_ref().map(|p| (p, "/"))];
     let mut table: [[Figure; ROWS.len()]; 3] = Default::default();
     let ms = seconds * 1000;
     for _ in 0..rounds {
@@ -575,16 +448,11 @@ fn report(rounds: usize, seconds: u64) {
                 };
                 let many = run_load(server.address, path, 64, ms / 4);
                 if many.stranded > 0 {
-                    println!(
-                        "(server {at}: {} of 64 connections were never answered)",
-                        many.stranded
-                    );
+                    println!("(server {at}: {} of 64 connections were never answered)", many.stranded);
                 }
                 table[at][0].0.push(many.per_second);
                 table[at][1].0.push(many.p99_us as f64);
-                table[at][4]
-                    .0
-                    .push(run_load(server.address, path, 1, ms / 10).p50_us as f64);
+                table[at][4].0.push(run_load(server.address, path, 1, ms / 10).p50_us as f64);
             }
         }
         for (at, server) in servers.iter().enumerate() {
@@ -599,9 +467,7 @@ fn report(rounds: usize, seconds: u64) {
                 table[at][3].0.push(p99 as f64);
             }
             if at != 2 {
-                table[at][5]
-                    .0
-                    .push(run_load(server.address, LARGE, 1, ms / 2).p99_us as f64);
+                table[at][5].0.push(run_load(server.address, LARGE, 1, ms / 2).p99_us as f64);
             }
         }
     }
@@ -609,54 +475,21 @@ fn report(rounds: usize, seconds: u64) {
     println!("{rounds} rounds of {seconds} s, {WORKERS} workers, {cpus} CPUs; best round (median)");
     println!("{:<34}{:>18}{:>18}{:>18}", "", "gate", "bare", "fastify");
     for (row, (name, less)) in ROWS.iter().enumerate() {
-        let cell = |at: usize| {
-            format!(
-                "{:.0} ({:.0})",
-                table[at][row].best(*less),
-                table[at][row].median()
-            )
-        };
+        let cell = |at: usize| format!("{:.0} ({:.0})", table[at][row].best(*less), table[at][row].median());
         println!("{name:<34}{:>18}{:>18}{:>18}", cell(0), cell(1), cell(2));
     }
     println!();
     let best = |at: usize, row: usize| table[at][row].best(ROWS[row].1);
-    verdict(
-        "requests/s over Fastify",
-        best(0, 0) / best(2, 0),
-        1.0,
-        false,
-    );
-    verdict(
-        "requests/s over Fastify, wrk",
-        best(0, 2) / best(2, 2),
-        1.0,
-        false,
-    );
-    verdict(
-        "requests/s over bare tiny_http",
-        best(0, 0) / best(1, 0),
-        0.6,
-        false,
-    );
+    verdict("requests/s over Fastify", best(0, 0) / best(2, 0), 1.0, false);
+    verdict("requests/s over Fastify, wrk", best(0, 2) / best(2, 2), 1.0, false);
+    verdict("requests/s over bare tiny_http", best(0, 0) / best(1, 0), 0.6, false);
     verdict("p99 over Fastify", best(0, 1) / best(2, 1), 1.0, true);
     verdict("p99 over Fastify, wrk", best(0, 3) / best(2, 3), 1.0, true);
-    verdict(
-        "added p50 us at 1 connection over bare",
-        best(0, 4) - best(1, 4),
-        60.0,
-        true,
-    );
+    verdict("added p50 us at 1 connection over bare", best(0, 4) - best(1, 4), 60.0, true);
     verdict("3 kB p99 ms", best(0, 5) / 1000.0, 5.0, true);
     drop((bare, peer));
 
-    crowd(
-        &ours,
-        "5000 idle clients",
-        &["idle", &ours.address.to_string(), "5000"],
-        rounds,
-        seconds,
-        2.0,
-    );
+    crowd(&ours, "5000 idle clients", &["idle", &ours.address.to_string(), "5000"], rounds, seconds, 2.0);
     crowd(
         &ours,
         "1000 slowloris and 500 non-readers",
@@ -672,18 +505,13 @@ fn crowd(ours: &Running, name: &str, role: &[&str], rounds: usize, seconds: u64,
     let p99s = |count: usize| {
         let mut calm = Figure::default();
         for _ in 0..count {
-            calm.0
-                .push(run_load(ours.address, SMALL, 16, seconds * 500).p99_us as f64);
+            calm.0.push(run_load(ours.address, SMALL, 16, seconds * 500).p99_us as f64);
         }
         calm
     };
     let calm = p99s(rounds);
     let (threads, rss) = (ours.threads(), ours.rss_kib());
-    let mut crowd = me(role)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut crowd = me(role).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let held = first_line(&mut crowd);
     let arriving = run_load(ours.address, SMALL, 16, seconds * 1000).p99_us;
     let beside = p99s(rounds);
@@ -697,32 +525,12 @@ fn crowd(ours: &Running, name: &str, role: &[&str], rounds: usize, seconds: u64,
         beside.median(),
     );
     println!("threads {threads} -> {threads_then}, RSS {rss} -> {rss_then} KiB");
-    verdict(
-        "added threads",
-        threads_then as f64 - threads as f64,
-        0.0,
-        true,
-    );
+    verdict("added threads", threads_then as f64 - threads as f64, 0.0, true);
     if role[0] == "idle" {
-        verdict(
-            "KiB per idle client",
-            (rss_then as f64 - rss as f64) / 5000.0,
-            2.0,
-            true,
-        );
+        verdict("KiB per idle client", (rss_then as f64 - rss as f64) / 5000.0, 2.0, true);
     }
-    verdict(
-        "p99 of the others, ratio of best",
-        beside.best(true) / calm.best(true),
-        goal,
-        true,
-    );
-    verdict(
-        "p99 of the others, ratio of median",
-        beside.median() / calm.median(),
-        goal,
-        true,
-    );
+    verdict("p99 of the others, ratio of best", beside.best(true) / calm.best(true), goal, true);
+    verdict("p99 of the others, ratio of median", beside.median() / calm.median(), goal, true);
     let _ = crowd.kill();
     let _ = crowd.wait();
 }

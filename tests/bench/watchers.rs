@@ -5,11 +5,7 @@
 //!
 //! Both servers run on core 0 and the client on core 1 where `taskset` can be had, so that no server gets the other's
 //! time. CPU is that of the server's process alone; latency is from the making of an event to the client's read.
-#![allow(
-    clippy::unwrap_used,
-    clippy::print_stdout,
-    reason = "a benchmark fails loudly and prints its table"
-)]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark fails loudly and prints its table")]
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -31,10 +27,7 @@ use serde_json::{Value, json};
 const BYTES: usize = 300;
 
 fn main() {
-    let args: Vec<String> = std::env::args()
-        .skip(1)
-        .filter(|a| a != "--bench")
-        .collect();
+    let args: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
     let number = |at: usize| args[at].parse::<usize>().unwrap();
     match args.first().map(String::as_str) {
         Some("serve") => serve(number(1), number(2), number(3), number(4)),
@@ -59,17 +52,9 @@ fn switches() -> u64 {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     tasks
         .map(|t| {
-            let status =
-                std::fs::read_to_string(t.unwrap().path().join("status")).unwrap_or_default();
-            let line = status
-                .lines()
-                .find(|l| l.starts_with("voluntary_ctxt"))
-                .unwrap_or("x 0");
-            line.split_whitespace()
-                .nth(1)
-                .unwrap()
-                .parse::<u64>()
-                .unwrap()
+            let status = std::fs::read_to_string(t.unwrap().path().join("status")).unwrap_or_default();
+            let line = status.lines().find(|l| l.starts_with("voluntary_ctxt")).unwrap_or("x 0");
+            line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
         })
         .sum()
 }
@@ -97,19 +82,9 @@ fn read_head(mut stream: TcpStream) -> Option<Upgrade> {
         head.extend_from_slice(&byte[..len]);
     }
     let text = String::from_utf8(head).unwrap();
-    let key = text
-        .lines()
-        .find_map(|l| l.strip_prefix("Sec-WebSocket-Key: "))
-        .unwrap()
-        .to_owned();
+    let key = text.lines().find_map(|l| l.strip_prefix("Sec-WebSocket-Key: ")).unwrap().to_owned();
     let kind = UpgradeKind::WebSocket { key };
-    Some(Upgrade {
-        stream: Stream::Tcp(stream),
-        kind,
-        cursor: None,
-        leftover: Vec::new(),
-        peer: String::new(),
-    })
+    Some(Upgrade { stream: Stream::Tcp(stream), kind, cursor: None, leftover: Vec::new(), peer: String::new() })
 }
 
 fn wait_until(seen: impl Fn() -> bool) {
@@ -127,18 +102,13 @@ fn serve(clients: usize, rate: usize, seconds: usize, bytes: usize) {
     println!("{}", json!({"port": listener.local_addr().unwrap().port()}));
     let rss_before = status_kib("self", "VmRSS");
     let to = push.clone();
-    let _gate = spawn(
-        const { Name::fixed("bench-gate") },
-        SMALL_STACK_BYTES,
-        OnPanic::EndProcess,
-        move || {
-            while let Ok((stream, _)) = listener.accept() {
-                if let Some(upgrade) = read_head(stream) {
-                    to.adopt(upgrade);
-                }
+    let _gate = spawn(const { Name::fixed("bench-gate") }, SMALL_STACK_BYTES, OnPanic::EndProcess, move || {
+        while let Ok((stream, _)) = listener.accept() {
+            if let Some(upgrade) = read_head(stream) {
+                to.adopt(upgrade);
             }
-        },
-    )
+        }
+    })
     .unwrap();
     wait_until(|| push.stats().websocket_clients as usize == clients);
     std::thread::sleep(Duration::from_millis(500));
@@ -147,11 +117,7 @@ fn serve(clients: usize, rate: usize, seconds: usize, bytes: usize) {
     std::thread::sleep(Duration::from_secs(3));
     // The thread that looks is one of them.
     let idle_wakes = switches() - quiet - 1;
-    let (cpu, sent, begun) = (
-        nanos(ClockId::ProcessCPUTime),
-        push.stats().frames_sent,
-        Instant::now(),
-    );
+    let (cpu, sent, begun) = (nanos(ClockId::ProcessCPUTime), push.stats().frames_sent, Instant::now());
     let filler = "x".repeat(bytes - 62);
     let mut events = 0u64;
     while begun.elapsed().as_secs_f64() < seconds as f64 {
@@ -217,17 +183,8 @@ fn watch(port: usize, clients: usize, stalled: usize) {
             continue;
         }
         stream.set_nonblocking(true).unwrap();
-        epoll::add(
-            &epoll,
-            &stream,
-            epoll::EventData::new_u64(n as u64),
-            epoll::EventFlags::IN,
-        )
-        .unwrap();
-        watched.push(Watched {
-            stream,
-            rest: head[end..].to_vec(),
-        });
+        epoll::add(&epoll, &stream, epoll::EventData::new_u64(n as u64), epoll::EventFlags::IN).unwrap();
+        watched.push(Watched { stream, rest: head[end..].to_vec() });
     }
     let mut latencies_us: Vec<u32> = Vec::new();
     let mut open = clients;
@@ -247,10 +204,7 @@ fn watch(port: usize, clients: usize, stalled: usize) {
             client.rest.extend_from_slice(&buffer[..len]);
             let used = each_frame(&client.rest, |payload| {
                 if let Some(at) = payload.windows(4).position(|w| w == b"\"t\":") {
-                    let digits = payload[at + 4..]
-                        .iter()
-                        .skip_while(|b| **b == b'"')
-                        .take(19);
+                    let digits = payload[at + 4..].iter().skip_while(|b| **b == b'"').take(19);
                     let made = digits.fold(0u64, |n, b| n * 10 + u64::from(b - b'0'));
                     latencies_us.push((now.saturating_sub(made) / 1000) as u32);
                 }
@@ -261,11 +215,7 @@ fn watch(port: usize, clients: usize, stalled: usize) {
     latencies_us.sort_unstable();
     let at = |share: f64| {
         let last = latencies_us.len().saturating_sub(1);
-        f64::from(
-            *latencies_us
-                .get((last as f64 * share) as usize)
-                .unwrap_or(&0),
-        ) / 1000.0
+        f64::from(*latencies_us.get((last as f64 * share) as usize).unwrap_or(&0)) / 1000.0
     };
     println!(
         "{}",
@@ -281,10 +231,7 @@ fn each_frame(bytes: &[u8], mut each: impl FnMut(&[u8])) -> usize {
         let (head, len) = match rest {
             [_, len @ 0..=125, ..] => (2, usize::from(*len)),
             [_, 126, a, b, ..] => (4, usize::from(u16::from_be_bytes([*a, *b]))),
-            [_, 127, ..] if rest.len() >= 10 => (
-                10,
-                u64::from_be_bytes(rest[2..10].try_into().unwrap()) as usize,
-            ),
+            [_, 127, ..] if rest.len() >= 10 => (10, u64::from_be_bytes(rest[2..10].try_into().unwrap()) as usize),
             [..] => return used,
         };
         if rest.len() < head + len {
@@ -299,11 +246,7 @@ fn each_frame(bytes: &[u8], mut each: impl FnMut(&[u8])) -> usize {
 
 fn on_core(core: usize, program: &str, args: &[String]) -> Child {
     let pinned = Command::new("taskset").arg("-V").output().is_ok();
-    let mut command = if pinned {
-        Command::new("taskset")
-    } else {
-        Command::new(program)
-    };
+    let mut command = if pinned { Command::new("taskset") } else { Command::new(program) };
     if pinned {
         command.args(["-c", &core.to_string(), program]);
     }
@@ -315,52 +258,27 @@ fn strings(words: &[&dyn std::fmt::Display]) -> Vec<String> {
 }
 
 /// One run: the server's own figures and the client's.
-fn run(
-    peer: Option<&str>,
-    clients: usize,
-    rate: usize,
-    seconds: usize,
-    stalled: usize,
-) -> (Value, Value) {
+fn run(peer: Option<&str>, clients: usize, rate: usize, seconds: usize, stalled: usize) -> (Value, Value) {
     let me = std::env::current_exe().unwrap();
     let me = me.to_str().unwrap();
     let all = clients + stalled;
     let (mut server, port) = match peer {
-        None => (
-            on_core(0, me, &strings(&[&"serve", &all, &rate, &seconds, &BYTES])),
-            None,
-        ),
+        None => (on_core(0, me, &strings(&[&"serve", &all, &rate, &seconds, &BYTES])), None),
         Some(dir) => {
-            let port = TcpListener::bind("127.0.0.1:0")
-                .unwrap()
-                .local_addr()
-                .unwrap()
-                .port();
+            let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
             let script = format!("{dir}/ws.js");
-            (
-                on_core(
-                    0,
-                    "node",
-                    &strings(&[&script, &port, &all, &rate, &seconds, &BYTES]),
-                ),
-                Some(port),
-            )
+            (on_core(0, "node", &strings(&[&script, &port, &all, &rate, &seconds, &BYTES])), Some(port))
         }
     };
     let mut said = BufReader::new(server.stdout.take().unwrap());
     let mut line = String::new();
     let port = port.unwrap_or_else(|| {
         said.read_line(&mut line).unwrap();
-        serde_json::from_str::<Value>(&line).unwrap()["port"]
-            .as_u64()
-            .unwrap() as u16
+        serde_json::from_str::<Value>(&line).unwrap()["port"].as_u64().unwrap() as u16
     });
     let begun = Instant::now();
     while TcpStream::connect(("127.0.0.1", port)).is_err() {
-        assert!(
-            begun.elapsed() < Duration::from_secs(10),
-            "the server does not listen"
-        );
+        assert!(begun.elapsed() < Duration::from_secs(10), "the server does not listen");
         std::thread::sleep(Duration::from_millis(20));
     }
     let client = on_core(1, me, &strings(&[&"watch", &port, &clients, &stalled]));
@@ -369,10 +287,7 @@ fn run(
     let figures = serde_json::from_str(&line).unwrap_or(Value::Null);
     server.wait().unwrap();
     let seen = client.wait_with_output().unwrap();
-    (
-        figures,
-        serde_json::from_slice(&seen.stdout).unwrap_or(Value::Null),
-    )
+    (figures, serde_json::from_slice(&seen.stdout).unwrap_or(Value::Null))
 }
 
 fn median(values: &mut [f64]) -> f64 {
@@ -381,23 +296,12 @@ fn median(values: &mut [f64]) -> f64 {
 }
 
 fn compare(args: &[String]) {
-    let value = |name: &str| {
-        args.iter()
-            .position(|a| a == name)
-            .and_then(|at| args.get(at + 1))
-    };
+    let value = |name: &str| args.iter().position(|a| a == name).and_then(|at| args.get(at + 1));
     let number = |name: &str, default: usize| value(name).map_or(default, |v| v.parse().unwrap());
     let (runs, clients) = (number("--runs", 3), number("--clients", 1000));
     let (seconds, stalled) = (number("--seconds", 5), number("--stalled", 0));
     let peer = value("--peer").map(String::as_str);
-    let columns = [
-        "deliveriesPerSecond",
-        "cpuMicrosPerDelivery",
-        "p50Ms",
-        "p99Ms",
-        "maxMs",
-        "rssKiBPerClient",
-    ];
+    let columns = ["deliveriesPerSecond", "cpuMicrosPerDelivery", "p50Ms", "p99Ms", "maxMs", "rssKiBPerClient"];
     println!(
         "{clients} clients, {BYTES} bytes, {seconds} s, medians of {runs} runs in turns; {stalled} stalled beside"
     );
@@ -406,11 +310,7 @@ fn compare(args: &[String]) {
         "server", "rate", "deliv/s", "µs CPU/del", "p50 ms", "p99 ms", "max ms", "KiB/client"
     );
     // At full speed each event waits for everybody, so that stalled readers would stop it.
-    let rates = if stalled == 0 {
-        vec![20_000 / clients.max(1), 0]
-    } else {
-        vec![20_000 / clients.max(1)]
-    };
+    let rates = if stalled == 0 { vec![20_000 / clients.max(1), 0] } else { vec![20_000 / clients.max(1)] };
     for rate in rates {
         let mut table: BTreeMap<&str, Vec<Vec<f64>>> = BTreeMap::new();
         let mut idle = Vec::new();
@@ -420,31 +320,22 @@ fn compare(args: &[String]) {
                     continue;
                 }
                 let (server, client) = run(peer, clients, rate, seconds, stalled);
-                let row = columns.iter().map(|c| {
-                    server[c]
-                        .as_f64()
-                        .or(client[c].as_f64())
-                        .unwrap_or(f64::NAN)
-                });
+                let row = columns.iter().map(|c| server[c].as_f64().or(client[c].as_f64()).unwrap_or(f64::NAN));
                 table.entry(name).or_default().push(row.collect());
                 idle.extend(server["idleWakesPerSecond"].as_f64());
             }
         }
         let mut medians = BTreeMap::new();
         for (name, rows) in &table {
-            let row: Vec<f64> = (0..columns.len())
-                .map(|c| median(&mut rows.iter().map(|r| r[c]).collect::<Vec<_>>()))
-                .collect();
+            let row: Vec<f64> =
+                (0..columns.len()).map(|c| median(&mut rows.iter().map(|r| r[c]).collect::<Vec<_>>())).collect();
             println!(
                 "{name:<10} {rate:>6} {:>12.0} {:>12.2} {:>9.2} {:>9.2} {:>9.2} {:>10.2}",
                 row[0], row[1], row[2], row[3], row[4], row[5]
             );
             medians.insert(*name, row);
         }
-        println!(
-            "ours, idle: {:.2} wake-ups/s of all threads, clients attached (a tick each 5 s)",
-            median(&mut idle)
-        );
+        println!("ours, idle: {:.2} wake-ups/s of all threads, clients attached (a tick each 5 s)", median(&mut idle));
         if let (Some(ours), Some(theirs)) = (medians.get("ours"), medians.get("ws.js")) {
             println!(
                 "ours : ws.js = {:.2} × deliveries per CPU second (goal 1.5), {:.2} × p99 (goal 0.6 at 20,000/s)",

@@ -34,18 +34,8 @@ impl Place {
     /// Any program that speaks the protocol, with `flags` behind the usual ones.
     pub fn start_program(&self, mut command: Command, flags: &[&str]) -> Agent {
         let mut child = command
-            .args([
-                "--output-format",
-                "stream-json",
-                "--input-format",
-                "stream-json",
-                "--verbose",
-            ])
-            .args([
-                "--include-partial-messages",
-                "--permission-mode",
-                "bypassPermissions",
-            ])
+            .args(["--output-format", "stream-json", "--input-format", "stream-json", "--verbose"])
+            .args(["--include-partial-messages", "--permission-mode", "bypassPermissions"])
             .args(flags)
             .current_dir(self.dir.path().join("box"))
             .env("CLAUDE_CONFIG_DIR", self.dir.path().join("home"))
@@ -57,37 +47,23 @@ impl Place {
         let stdout = BufReader::new(child.stdout.take().unwrap());
         // Bounded: a test that does not listen leaves the agent's pipe full.
         let (said, hear) = bounded(64);
-        threads::spawn(
-            Name::fixed("agent-out"),
-            threads::WORK_STACK_BYTES,
-            OnPanic::Contain,
-            move || {
-                for line in stdout.lines() {
-                    let line = line.unwrap();
-                    let message: Value = serde_json::from_str(&line).unwrap();
-                    if said.send((message, line)).is_err() {
-                        break;
-                    }
+        threads::spawn(Name::fixed("agent-out"), threads::WORK_STACK_BYTES, OnPanic::Contain, move || {
+            for line in stdout.lines() {
+                let line = line.unwrap();
+                let message: Value = serde_json::from_str(&line).unwrap();
+                if said.send((message, line)).is_err() {
+                    break;
                 }
-            },
-        )
+            }
+        })
         .unwrap();
-        Agent {
-            stdin: child.stdin.take(),
-            child,
-            hear,
-            heard: Vec::new(),
-            raw: Vec::new(),
-            taken: 0,
-        }
+        Agent { stdin: child.stdin.take(), child, hear, heard: Vec::new(), raw: Vec::new(), taken: 0 }
     }
 
     /// The transcript of `session`, every line whole.
     pub fn lines(&self, session: &str) -> Vec<Value> {
         let text = std::fs::read_to_string(self.file(session)).unwrap();
-        text.lines()
-            .map(|line| serde_json::from_str(line).unwrap())
-            .collect()
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
     /// The same as text.
@@ -99,16 +75,11 @@ impl Place {
     pub fn file(&self, session: &str) -> PathBuf {
         let folders = std::fs::read_dir(self.dir.path().join("home/projects")).unwrap();
         let name = format!("{session}.jsonl");
-        folders
-            .map(|folder| folder.unwrap().path().join(&name))
-            .find(|path| path.exists())
-            .unwrap()
+        folders.map(|folder| folder.unwrap().path().join(&name)).find(|path| path.exists()).unwrap()
     }
 
     pub fn holds(&self, session: &str, text: &str) -> bool {
-        std::fs::read_to_string(self.file(session))
-            .unwrap()
-            .contains(text)
+        std::fs::read_to_string(self.file(session)).unwrap().contains(text)
     }
 }
 
@@ -136,8 +107,7 @@ impl Agent {
 
     pub fn send_as(&mut self, uuid: &str, content: impl Into<Value>) {
         let message = json!({"role": "user", "content": content.into()});
-        let line =
-            json!({"type": "user", "message": message, "parent_tool_use_id": null, "uuid": uuid});
+        let line = json!({"type": "user", "message": message, "parent_tool_use_id": null, "uuid": uuid});
         self.line(&line.to_string());
     }
 
@@ -149,8 +119,7 @@ impl Agent {
     /// Answers a question of the agent.
     pub fn allow(&mut self, request: &Value, behavior: &str) {
         let inner = json!({"behavior": behavior, "message": "so the test wants"});
-        let response =
-            json!({"subtype": "success", "request_id": request["request_id"], "response": inner});
+        let response = json!({"subtype": "success", "request_id": request["request_id"], "response": inner});
         self.line(&json!({"type": "control_response", "response": response}).to_string());
     }
 
@@ -164,10 +133,7 @@ impl Agent {
                     return self.heard[self.taken - 1].clone();
                 }
             }
-            match self
-                .hear
-                .recv_timeout(end.saturating_duration_since(Instant::now()))
-            {
+            match self.hear.recv_timeout(end.saturating_duration_since(Instant::now())) {
                 Ok((message, raw)) => {
                     self.heard.push(message);
                     self.raw.push(raw);
@@ -186,9 +152,7 @@ impl Agent {
     }
 
     pub fn state(&mut self, uuid: &str, state: &str) -> Value {
-        self.until(state, |message| {
-            message["command_uuid"] == uuid && message["state"] == state
-        })
+        self.until(state, |message| message["command_uuid"] == uuid && message["state"] == state)
     }
 
     /// Closes stdin, hears the rest, and waits for the end.
@@ -203,12 +167,7 @@ impl Agent {
             self.raw.push(raw);
         }
         let mut stderr = String::new();
-        self.child
-            .stderr
-            .take()
-            .unwrap()
-            .read_to_string(&mut stderr)
-            .unwrap();
+        self.child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
         let end = Instant::now() + LIMIT;
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
@@ -232,51 +191,26 @@ pub fn kind_of(message: &Value) -> String {
     let kind = message["type"].as_str().unwrap_or("?");
     match kind {
         "system" => format!("system/{}", message["subtype"].as_str().unwrap_or("?")),
-        "stream_event" => format!(
-            "stream_event/{}",
-            message["event"]["type"].as_str().unwrap_or("?")
-        ),
-        "command_lifecycle" => format!(
-            "command_lifecycle/{}",
-            message["state"].as_str().unwrap_or("?")
-        ),
-        "attachment" => format!(
-            "attachment/{}",
-            message["attachment"]["type"].as_str().unwrap_or("?")
-        ),
-        "queue-operation" => format!(
-            "queue-operation/{}",
-            message["operation"].as_str().unwrap_or("?")
-        ),
+        "stream_event" => format!("stream_event/{}", message["event"]["type"].as_str().unwrap_or("?")),
+        "command_lifecycle" => format!("command_lifecycle/{}", message["state"].as_str().unwrap_or("?")),
+        "attachment" => format!("attachment/{}", message["attachment"]["type"].as_str().unwrap_or("?")),
+        "queue-operation" => format!("queue-operation/{}", message["operation"].as_str().unwrap_or("?")),
         _ => kind.to_owned(),
     }
 }
 
 pub fn fixture(name: &str) -> Vec<String> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/fixtures")
-        .join(name);
-    std::fs::read_to_string(path)
-        .unwrap()
-        .lines()
-        .map(str::to_owned)
-        .collect()
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
+    std::fs::read_to_string(path).unwrap().lines().map(str::to_owned).collect()
 }
 
 pub fn parsed(lines: &[String]) -> Vec<Value> {
-    lines
-        .iter()
-        .map(|line| serde_json::from_str(line).unwrap())
-        .collect()
+    lines.iter().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 /// Kinds in order, a run of deltas as one.
 pub fn order(messages: &[Value]) -> Vec<String> {
-    let mut kinds: Vec<String> = messages
-        .iter()
-        .map(kind_of)
-        .filter(|kind| kind != "system/thinking_tokens")
-        .collect();
+    let mut kinds: Vec<String> = messages.iter().map(kind_of).filter(|kind| kind != "system/thinking_tokens").collect();
     kinds.dedup_by(|b, a| a == b && a.ends_with("delta"));
     kinds
 }
@@ -292,10 +226,7 @@ pub fn keys(line: &str) -> Vec<String> {
                 fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                     f.write_str("an object")
                 }
-                fn visit_map<A: serde::de::MapAccess<'de>>(
-                    self,
-                    mut map: A,
-                ) -> Result<Keys, A::Error> {
+                fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Keys, A::Error> {
                     let mut keys = Vec::new();
                     while let Some((key, _)) = map.next_entry::<String, serde::de::IgnoredAny>()? {
                         keys.push(key);
@@ -313,11 +244,8 @@ pub fn keys(line: &str) -> Vec<String> {
 pub fn assert_shapes(ours: &[String], real: &[String]) {
     for line in ours {
         let kind = kind_of(&serde_json::from_str(line).unwrap());
-        let real_keys: Vec<Vec<String>> = real
-            .iter()
-            .filter(|line| kind_of(&serde_json::from_str(line).unwrap()) == kind)
-            .map(|l| keys(l))
-            .collect();
+        let real_keys: Vec<Vec<String>> =
+            real.iter().filter(|line| kind_of(&serde_json::from_str(line).unwrap()) == kind).map(|l| keys(l)).collect();
         assert!(!real_keys.is_empty(), "the real agent has no {kind}");
         let own = keys(line);
         let fits = real_keys.iter().any(|real| {

@@ -47,7 +47,8 @@ fn three_turns_a_photo_and_the_history_after_a_restart_of_the_server() {
     let ids = user_ids(&before);
     assert_eq!(ids[0], first.message_uuid, "the transcript's user line carries the accepted uuid");
     assert_eq!(ids[2], third.message_uuid);
-    let entry = before["entries"].as_array().unwrap().iter().find(|e| e["uuid"] == third.message_uuid.as_str()).unwrap();
+    let entry =
+        before["entries"].as_array().unwrap().iter().find(|e| e["uuid"] == third.message_uuid.as_str()).unwrap();
     let image = entry["content"].as_array().unwrap().iter().find(|b| b["type"] == "image").unwrap();
     let reference = image["imageRef"].as_str().unwrap().to_owned();
     let answer = server.get(&format!("/api/session-media/{reference}"));
@@ -88,11 +89,11 @@ fn two_messages_while_streaming_become_one_merged_turn() {
     assert_eq!(events.turn_of(&third.message_uuid), second.message_uuid, "one turn, named by its first message");
     events.end_of_message(&third.message_uuid);
     let history = server.history(&session);
-    let merged = history["entries"].as_array().unwrap().iter().find(|e| e["uuid"] == second.message_uuid.as_str()).unwrap();
+    let merged =
+        history["entries"].as_array().unwrap().iter().find(|e| e["uuid"] == second.message_uuid.as_str()).unwrap();
     let text = entry_text(merged);
     assert!(text.contains("two") && text.contains("three"), "{text}");
-    let photos: Vec<_> =
-        merged["content"].as_array().unwrap().iter().filter_map(|b| b["imageRef"].as_str()).collect();
+    let photos: Vec<_> = merged["content"].as_array().unwrap().iter().filter_map(|b| b["imageRef"].as_str()).collect();
     assert_eq!(photos.len(), 2);
     for (reference, seed) in photos.iter().zip([1, 2]) {
         assert!(server.get(&format!("/api/session-media/{reference}")).body == photo(seed).bytes);
@@ -177,7 +178,8 @@ fn a_server_killed_in_a_turn_delivers_everything_once_after_its_restart() {
     let first = server.send("new", "{{deltas=300 delta_ms=40}} long");
     let session = first.session_id.clone();
     wait_streaming(&server, &session, &first.message_uuid);
-    let queued: Vec<_> = (0..3).map(|n| server.send_as(&session, &format!("queued {n}"), Some(&format!("id-{n}")), &[])).collect();
+    let queued: Vec<_> =
+        (0..3).map(|n| server.send_as(&session, &format!("queued {n}"), Some(&format!("id-{n}")), &[])).collect();
     let cursor = server.follow().cursor();
     server.kill9();
     server.restart();
@@ -200,10 +202,14 @@ fn a_server_killed_in_a_turn_delivers_everything_once_after_its_restart() {
 fn a_session_is_coined_once_for_two_first_sends_to_main() {
     let server = Server::new();
     let sessions: BTreeSet<String> = std::thread::scope(|scope| {
-        let sends: Vec<_> = (0..8).map(|n| scope.spawn({
-            let server = &server;
-            move || server.send("main", &format!("hello {n}")).session_id
-        })).collect();
+        let sends: Vec<_> = (0..8)
+            .map(|n| {
+                scope.spawn({
+                    let server = &server;
+                    move || server.send("main", &format!("hello {n}")).session_id
+                })
+            })
+            .collect();
         sends.into_iter().map(|s| s.join().unwrap()).collect()
     });
     assert_eq!(sessions.len(), 1);
@@ -255,9 +261,8 @@ fn a_turn_of_the_agents_own_makes_the_session_busy_and_ends_on_its_own() {
     let mut events = server.follow();
     let first = server.send("new", "{{bg_ms=200}} later");
     events.end_of_message(&first.message_uuid);
-    let own = events.wait_for("a turn nobody asked for", |f| {
-        f.event == "chat-complete" && f.text("turnId") != first.message_uuid
-    });
+    let own = events
+        .wait_for("a turn nobody asked for", |f| f.event == "chat-complete" && f.text("turnId") != first.message_uuid);
     assert_eq!(own.text("sessionId"), first.session_id);
 }
 
@@ -281,7 +286,10 @@ fn an_agent_that_dies_before_recording_is_tried_three_times_then_the_message_fai
     });
     assert!(end.text("error").contains("3 times"), "{end:?}");
     let pending = server.bootstrap(&main)["pending"].clone();
-    assert_eq!((pending[0]["state"].as_str(), pending[0]["uuid"].as_str()), (Some("failed"), Some(doomed.message_uuid.as_str())));
+    assert_eq!(
+        (pending[0]["state"].as_str(), pending[0]["uuid"].as_str()),
+        (Some("failed"), Some(doomed.message_uuid.as_str()))
+    );
     let body = json!({"session": main, "messageUuid": doomed.message_uuid});
     let mut events = server.follow();
     assert_eq!(server.post("/api/chat/pending/retry", &body).status, 200);

@@ -1,19 +1,25 @@
-//! Random deaths at named points, judged by the checker: what was answered 200 is delivered exactly once.
+//! Deaths at named points, judged by the checker: what was answered 200 is delivered exactly once.
 //!
 //! `BEEBOX_CRASH_ROUNDS` sets how many rounds (few by default), `BEEBOX_CRASH_SEED` the first seed; each round prints
-//! its seed, so that one can be had again. Rule a change could break: every named point is struck in turn, once by a
-//! death of the process that passes it and once by a death of the other side while it is held there.
+//! its seed, so that one can be had again. Rule a change could break: [`POINTS`] × who dies × the agent's profile comes
+//! round every 36 seeds, first by a death at an exact pass, then by random deaths while each pass is held; a planted
+//! fault of thought ([`PLANTS`]) is found.
 
-use beebox_chatd::faults::POINTS;
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use beebox_chatd::faults::{PLANTS, POINTS};
+use beebox_chatd::load::checker::Slack;
+use beebox_chatd::load::proc;
 use beebox_chatd::load::rng::Rng;
 use beebox_chatd::load::run::{self, Outcome, RunOptions, Target};
 use beebox_chatd::load::scenario::Scenario;
 use beebox_chatd::load::spawn::SpawnOptions;
 
-use crate::support::{LIMIT, Options};
+use crate::support::{LIMIT, Options, setting};
 
 /// Rounds without a setting: enough to see that the machinery works, not more.
-const ROUNDS: u64 = 4;
+const ROUNDS: u64 = 6;
 /// Passes of a point before it kills, at most.
 const PASSES_MAX: u64 = 12;
 
@@ -39,63 +45,92 @@ const PEOPLE: &str = r#"{
   ]
 }"#;
 
-fn setting(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |v| v.parse().unwrap_or_else(|_| panic!("{name}={v} is no number")))
+/// What a seed stands for: the fault, how often the server and an agent are killed beside it, the agent's profile.
+struct Round {
+    fault: String,
+    server_s: &'static str,
+    agent_s: &'static str,
+    profile: &'static str,
 }
 
-/// One round: what was armed, and what came of it.
-fn round(seed: u64) -> (String, Outcome) {
+fn plan(seed: u64) -> Round {
     let mut rng = Rng::new(seed, 0);
-    let point = POINTS[(seed % POINTS.len() as u64) as usize];
-    let nth = 1 + rng.below(PASSES_MAX);
-    // The process that passes the point dies there, or the other one (or both) while it is held there.
-    let (fault, server_s, agent_s) = match (seed / POINTS.len() as u64) % 3 {
-        0 => (format!("{point}:{nth}"), "null", "null"),
-        1 => (format!("{point}=delay:40"), "0.5", "null"),
-        _ => (format!("{point}=delay:40"), "null", "0.2"),
-    };
-    let text = PEOPLE.replace("SEED", &seed.to_string()).replace("SERVER", server_s).replace("AGENT", agent_s);
+    // Points change fastest, so that a few rounds see many of them.
+    let count = POINTS.len() as u64;
+    let (point, rest) = (POINTS[(seed % count) as usize], seed / count);
+    let (server_dies, old, exact) = (rest.is_multiple_of(2), rest / 2 % 2 == 1, (rest / 4).is_multiple_of(2));
+    let victim = if server_dies { "server" } else { "agent" };
+    let profile = if old { "2.1.197" } else { "2.1.332" };
+    if exact {
+        // An agent is started a few times in a round, everything else happens often.
+        let passes = if point.contains("spawn") { 2 } else { PASSES_MAX };
+        let nth = 1 + rng.below(passes);
+        return Round { fault: format!("{point}@{victim}:{nth}"), server_s: "null", agent_s: "null", profile };
+    }
+    let (server_s, agent_s) = if server_dies { ("0.5", "null") } else { ("null", "0.2") };
+    Round { fault: format!("{point}=delay:40"), server_s, agent_s, profile }
+}
+
+/// Runs `text` against a server on a box of its own, with one fault armed in its second life and more variables.
+fn run(text: &str, chaos: bool, faults: &[&str], env: &[(&str, &str)]) -> Outcome {
     let dir = tempfile::Builder::new().prefix("beebox-crash-").tempdir().unwrap();
     let mut options = SpawnOptions::new(env!("CARGO_BIN_EXE_beebox-chatd"), dir.path().join("box"));
     options.start_within = LIMIT;
+    options.env = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
     let outcome = run::run(RunOptions {
-        scenario: Scenario::parse(&text).unwrap(),
+        scenario: Scenario::parse(text).unwrap(),
         target: Target::Spawn(options),
-        chaos: true,
-        faults: vec![fault.clone()],
+        chaos,
+        faults: faults.iter().map(|f| (*f).to_owned()).collect(),
         bearer: None,
         progress: |_| {},
     })
-    .unwrap_or_else(|e| panic!("seed {seed}, {fault}: {e}"));
-    if !outcome.is_good() {
+    .unwrap_or_else(|e| panic!("{faults:?} {env:?}: {e}"));
+    if !outcome.is_good() && env.iter().all(|(name, _)| *name != "BEEBOX_PLANT") {
         // The box tells the rest of the story.
-        println!("the box of seed {seed} is kept: {}", dir.keep().display());
+        println!("the box of {faults:?} is kept: {}", dir.keep().display());
     }
-    (fault, outcome)
+    outcome
 }
 
 #[test]
 fn what_was_accepted_is_delivered_exactly_once_whoever_dies_where() {
     let first = setting("BEEBOX_CRASH_SEED", u64::from(std::process::id()));
     let rounds = setting("BEEBOX_CRASH_ROUNDS", ROUNDS);
-    let (mut messages, mut deaths, mut bad) = (0, 0, Vec::new());
+    let (mut messages, mut accepted, mut delivered, mut servers, mut agents) = (0, 0, 0, 0, 0);
+    let (mut bad, mut seen) = (Vec::new(), BTreeSet::new());
     for seed in first..first + rounds {
-        let (fault, outcome) = round(seed);
-        messages += outcome.verdict.messages;
-        deaths += outcome.kills.0 + outcome.kills.1;
+        let Round { fault, server_s, agent_s, profile } = plan(seed);
+        let text = PEOPLE.replace("SEED", &seed.to_string()).replace("SERVER", server_s).replace("AGENT", agent_s);
+        let outcome = run(&text, true, &[&fault], &[("BEEBOX_AGENT_PROFILE", profile)]);
+        let verdict = &outcome.verdict;
+        messages += verdict.messages;
+        accepted += verdict.accepted;
+        delivered += verdict.delivered;
+        // The first death is the restart that arms the fault.
+        servers += outcome.kills.0 - 1;
+        agents += outcome.kills.1;
         println!(
-            "seed {seed} {fault}: {} servers and {} agents died; {}",
-            outcome.kills.0, outcome.kills.1, outcome.verdict
+            "seed {seed} {fault} {profile}: {} servers died, {} agents were killed from outside; {verdict}",
+            outcome.kills.0 - 1,
+            outcome.kills.1
         );
-        for violation in &outcome.verdict.violations {
-            bad.push(format!("seed {seed} {fault}: {violation}"));
+        seen.insert((seed % POINTS.len() as u64, seed / POINTS.len() as u64 % 4));
+        for violation in &verdict.violations {
+            bad.push(format!("seed {seed} {fault} {profile}: {violation}"));
             println!("  {violation}");
         }
-        if !outcome.verdict.violations.is_empty() {
+        if !verdict.violations.is_empty() {
             println!("{}", outcome.stderr);
         }
     }
-    println!("{rounds} rounds from seed {first}: {messages} messages, {deaths} deaths, {} violations", bad.len());
+    println!(
+        "crash rounds: {rounds} from seed {first}, {} of 36 of point x victim x profile; {servers} servers died, {agents} \
+         agents were killed from outside (those that die at a point are not counted); {messages} messages, {accepted} answered 200, \
+         {delivered} delivered, violations = {}",
+        seen.len(),
+        bad.len()
+    );
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
@@ -112,11 +147,124 @@ fn a_turn_whose_end_died_with_the_agent_before_it_reached_the_disk_is_sent_again
             && f.data["msg"].to_string().contains("message_stop")
     });
     for agent in server.agents() {
-        beebox_chatd::load::proc::signal(agent, rustix::process::Signal::KILL);
+        proc::signal(agent, rustix::process::Signal::KILL);
     }
     events.wait_for("news of the death", |f| f.event == "chat-turn-failed" && f.data["willRetry"] == true);
     let end = events.turn_end(&sent.message_uuid);
     assert_eq!(end.event, "chat-complete");
     let asked = crate::support::texts(&server.history(&first.session_id), "user");
     assert_eq!(asked.iter().filter(|t| t.contains("once")).count(), 1, "{asked:?}");
+}
+
+/// Two people, briefly; `LOOP` is what they do.
+const TWO: &str = r#"{
+  "name": "plant", "duration_s": 1.5, "sessions": 2, "insist_s": 20, "settle_within_s": 20, "errors_max": null,
+  "seed": SEED, "groups": [
+    {"name": "people", "clients": 2, "per_s": 5, "start": [{"do": "follow"}], "loop": [LOOP]},
+    {"name": "wall", "watchers": 2}
+  ]
+}"#;
+
+/// For each planted fault: the faults and steps under which it shows, and the promises it may break.
+const CATCHES: &[(&str, &str, &str, &[&str])] = &[
+    (
+        "dispatch_before_commit",
+        "before_record=delay:300,before_result@server:1",
+        r#"{"do": "send", "text": "go on {{dedup=off}}"}"#,
+        &["doubled", "delivered-undispatched"],
+    ),
+    (
+        "publish_before_commit",
+        "before_record=delay:60,before_record:6",
+        r#"{"do": "send", "text": "go on {{dedup=off}}"}"#,
+        &["event-differs", "event-order"],
+    ),
+    ("remerge_at_recovery", "before_result@server:1", r#"{"do": "send", "text": "go on {{dedup=off}}"}"#, &["doubled"]),
+    (
+        "run_ended_before_reap",
+        "",
+        r#"{"do": "send", "text": "late {{dedup=off delay_ms=60 user_flush_ms=500}}"}, {"do": "pause", "ms": [40, 80]},
+           {"do": "restart"}"#,
+        &["doubled"],
+    ),
+];
+
+fn plant(name: &str) {
+    let (_, fault, steps, kinds) = CATCHES.iter().find(|(plant, ..)| *plant == name).expect("a row in CATCHES");
+    let faults: Vec<&str> = Some(*fault).filter(|f| !f.is_empty()).into_iter().collect();
+    let mut all = Vec::new();
+    // Whether a death meets the planted fault is a matter of milliseconds: a few tries.
+    for seed in 1..=6 {
+        let text = TWO.replace("SEED", &seed.to_string()).replace("LOOP", steps);
+        let outcome = run(&text, false, &faults, &[("BEEBOX_PLANT", name)]);
+        let found: Vec<_> = outcome.verdict.violations.iter().filter(|v| kinds.contains(&v.kind())).collect();
+        if let Some(first) = found.first() {
+            println!("planted {name}: found in round {seed}: {first} ({} in all)", outcome.verdict.violations.len());
+            return;
+        }
+        all.extend(outcome.verdict.violations);
+    }
+    panic!("planted {name}, and the checker found only {all:?}");
+}
+
+#[test]
+fn a_dispatch_before_its_commit_is_found() {
+    plant("dispatch_before_commit");
+}
+
+#[test]
+fn an_event_told_before_its_commit_is_found() {
+    plant("publish_before_commit");
+}
+
+#[test]
+fn a_turn_merged_again_at_recovery_is_found() {
+    plant("remerge_at_recovery");
+}
+
+#[test]
+fn a_run_that_is_told_ended_before_its_agent_is_gone_is_found() {
+    plant("run_ended_before_reap");
+}
+
+#[test]
+fn every_fault_of_thought_has_a_test_that_finds_it() {
+    let elsewhere = "entries_before_pending"; // tests/it/send.rs
+    let found: BTreeSet<_> = CATCHES.iter().map(|(plant, ..)| *plant).chain([elsewhere]).collect();
+    assert_eq!(found, PLANTS.iter().copied().collect());
+    // The same rounds without a fault of thought break nothing: what is found is the plant.
+    for (_, fault, steps, _) in CATCHES {
+        let faults: Vec<&str> = Some(*fault).filter(|f| !f.is_empty()).into_iter().collect();
+        let outcome = run(&TWO.replace("SEED", "1").replace("LOOP", steps), false, &faults, &[]);
+        assert!(outcome.verdict.violations.is_empty(), "{fault} {steps}: {:?}", outcome.verdict.violations);
+    }
+}
+
+#[test]
+fn dead_agents_leave_no_thread_file_or_child_behind() {
+    let server = Options::default().start();
+    let mut events = server.follow();
+    let (first, _) = server.converse("new", "hello");
+    let before = server.usage();
+    for n in 0..8 {
+        let sent = server.send(&first.session_id, &format!("number {n} {{{{dedup=off delay_ms=200}}}}"));
+        events.wait_for("the dispatch", |f| {
+            f.event == "chat-turn" && f.text("turnId") == sent.message_uuid && f.data["msg"].to_string().len() > 2
+        });
+        for agent in server.agents() {
+            proc::signal(agent, rustix::process::Signal::KILL);
+        }
+        events.turn_end(&sent.message_uuid);
+    }
+    events.end_of_message(&server.send(&first.session_id, "the last").message_uuid);
+    let slack = Slack::default();
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        let leaks = beebox_chatd::load::checker::leaks(&before, &server.usage(), slack);
+        if leaks.is_empty() {
+            break;
+        }
+        assert!(Instant::now() < deadline, "{leaks:?}\n{:?}", server.thread_names());
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }

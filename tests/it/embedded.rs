@@ -17,44 +17,21 @@ fn a_text_turn_has_the_order_and_the_shapes_of_the_real_agent() {
     agent.send_as("u1", "hello there");
     let result = agent.result();
     assert_eq!(result["result"], "You wrote 2 words: hello there");
-    assert_eq!(
-        (&result["is_error"], &result["user_message_uuids"]),
-        (&json!(false), &json!(["u1"]))
-    );
+    assert_eq!((&result["is_error"], &result["user_message_uuids"]), (&json!(false), &json!(["u1"])));
     assert_eq!(agent.code(), 0);
     let real = fixture("agent-stdout/one_text_turn.jsonl");
     assert_eq!(order(&agent.heard), order(&parsed(&real)));
     assert_shapes(&agent.raw, &real);
 
-    assert_shapes(
-        &place.raw_lines(S),
-        &fixture("transcripts/one_text_turn.jsonl"),
-    );
+    assert_shapes(&place.raw_lines(S), &fixture("transcripts/one_text_turn.jsonl"));
     let lines = place.lines(S);
     let user = lines.iter().find(|line| line["type"] == "user").unwrap();
-    assert_eq!(
-        (&user["uuid"], &user["message"]["content"]),
-        (&json!("u1"), &json!("hello there"))
-    );
-    let said = agent
-        .heard
-        .iter()
-        .find(|message| message["type"] == "assistant")
-        .unwrap();
-    let written = lines
-        .iter()
-        .find(|line| line["type"] == "assistant")
-        .unwrap();
+    assert_eq!((&user["uuid"], &user["message"]["content"]), (&json!("u1"), &json!("hello there")));
+    let said = agent.heard.iter().find(|message| message["type"] == "assistant").unwrap();
+    let written = lines.iter().find(|line| line["type"] == "assistant").unwrap();
     assert_eq!(said["uuid"], written["uuid"]);
     use std::os::unix::fs::PermissionsExt as _;
-    assert_eq!(
-        std::fs::metadata(place.file(S))
-            .unwrap()
-            .permissions()
-            .mode()
-            & 0o777,
-        0o600
-    );
+    assert_eq!(std::fs::metadata(place.file(S)).unwrap().permissions().mode() & 0o777, 0o600);
 }
 
 #[test]
@@ -69,27 +46,15 @@ fn messages_that_come_while_it_streams_become_one_user_line() {
     assert_eq!(agent.result()["user_message_uuids"], json!(["u2", "u3"]));
     assert_eq!(agent.code(), 0);
     let mut kinds = order(&agent.heard);
-    let mut real = order(&parsed(&fixture(
-        "agent-stdout/queued_while_streaming.jsonl",
-    )));
+    let mut real = order(&parsed(&fixture("agent-stdout/queued_while_streaming.jsonl")));
     // When the two came differs, so only the rest is compared.
     kinds.retain(|kind| kind != "command_lifecycle/queued");
     real.retain(|kind| kind != "command_lifecycle/queued");
     real.dedup_by(|b, a| a == b && a.ends_with("delta"));
     assert_eq!(kinds, real);
-    let merged = place
-        .lines(S)
-        .into_iter()
-        .find(|line| line["uuid"] == "u3")
-        .unwrap();
-    assert_eq!(
-        (&merged["mergedSendUuids"], &merged["message"]["content"]),
-        (&json!(["u2"]), &json!("second\nthird"))
-    );
-    assert_shapes(
-        &place.raw_lines(S),
-        &fixture("transcripts/queued_while_streaming.jsonl"),
-    );
+    let merged = place.lines(S).into_iter().find(|line| line["uuid"] == "u3").unwrap();
+    assert_eq!((&merged["mergedSendUuids"], &merged["message"]["content"]), (&json!(["u2"]), &json!("second\nthird")));
+    assert_shapes(&place.raw_lines(S), &fixture("transcripts/queued_while_streaming.jsonl"));
 }
 
 #[test]
@@ -106,20 +71,11 @@ fn a_message_that_comes_while_a_tool_runs_is_folded_into_the_turn() {
     agent.state("u2", "completed");
     let result = agent.result();
     assert_eq!(result["user_message_uuids"], json!(["u1", "u2"]));
-    assert_eq!(
-        (&result["user_message_uuid"], &result["num_turns"]),
-        (&json!("u1"), &json!(2))
-    );
+    assert_eq!((&result["user_message_uuid"], &result["num_turns"]), (&json!("u1"), &json!(2)));
     assert_eq!(agent.code(), 0);
-    assert_shapes(
-        &place.raw_lines(S),
-        &fixture("transcripts/queued_during_tool.jsonl"),
-    );
+    assert_shapes(&place.raw_lines(S), &fixture("transcripts/queued_during_tool.jsonl"));
     let lines = place.lines(S);
-    let folded = lines
-        .iter()
-        .find(|line| line["attachment"]["source_uuid"] == "u2")
-        .unwrap();
+    let folded = lines.iter().find(|line| line["attachment"]["source_uuid"] == "u2").unwrap();
     assert_eq!(folded["attachment"]["prompt"], "folded");
     assert!(!lines.iter().any(|line| line["uuid"] == "u2"));
 }
@@ -129,29 +85,15 @@ fn an_interrupt_ends_the_turn_and_what_waits_runs_next() {
     let place = Place::new();
     let mut agent = place.start(&["--session-id", S]);
     agent.send_as("u1", "long {{think deltas=1000 delta_ms=20 size=10000}}");
-    agent.until("text", |message| {
-        message["event"]["delta"]["type"] == "text_delta"
-    });
+    agent.until("text", |message| message["event"]["delta"]["type"] == "text_delta");
     agent.send_as("u2", "next");
     agent.state("u2", "queued");
     agent.interrupt("r1");
     let answer = agent.kind("control_response");
-    assert_eq!(
-        (
-            &answer["response"]["request_id"],
-            &answer["response"]["subtype"]
-        ),
-        (&json!("r1"), &json!("success"))
-    );
-    assert_eq!(
-        answer["response"]["response"]["still_queued"],
-        json!(["u2"])
-    );
+    assert_eq!((&answer["response"]["request_id"], &answer["response"]["subtype"]), (&json!("r1"), &json!("success")));
+    assert_eq!(answer["response"]["response"]["still_queued"], json!(["u2"]));
     let result = agent.result();
-    assert_eq!(
-        (&result["is_error"], &result["subtype"]),
-        (&json!(true), &json!("error_during_execution"))
-    );
+    assert_eq!((&result["is_error"], &result["subtype"]), (&json!(true), &json!("error_during_execution")));
     assert!(result.get("result").is_none() && result["errors"][0].is_string());
     assert_eq!(agent.result()["result"], "You wrote 1 word: next");
     assert_eq!(agent.code(), 0);
@@ -161,22 +103,11 @@ fn an_interrupt_ends_the_turn_and_what_waits_runs_next() {
     ours.retain(|kind| kind != "command_lifecycle/queued");
     ours.dedup_by(|b, a| a == b && a.ends_with("delta"));
     assert_eq!(ours, real);
-    let aborted = agent
-        .heard
-        .iter()
-        .find(|message| message["aborted"] == true)
-        .unwrap();
+    let aborted = agent.heard.iter().find(|message| message["aborted"] == true).unwrap();
     let lines = place.lines(S);
-    assert!(
-        lines
-            .iter()
-            .any(|line| line["uuid"] == aborted["uuid"] && line["isAbortedMidStream"] == true)
-    );
+    assert!(lines.iter().any(|line| line["uuid"] == aborted["uuid"] && line["isAbortedMidStream"] == true));
     assert!(place.holds(S, "[Request interrupted by user]"));
-    assert_shapes(
-        &place.raw_lines(S),
-        &fixture("transcripts/interrupt_streaming.jsonl"),
-    );
+    assert_shapes(&place.raw_lines(S), &fixture("transcripts/interrupt_streaming.jsonl"));
 }
 
 #[test]
@@ -186,9 +117,7 @@ fn an_interrupt_in_a_tool_refuses_it_and_the_exit_code_tells() {
     agent.send_as("u1", "run {{tool tool_ms=60000}}");
     agent.kind("stream_event/message_stop");
     agent.interrupt("r1");
-    agent.until("the note", |m| {
-        m["message"]["content"][0]["text"] == "[Request interrupted by user for tool use]"
-    });
+    agent.until("the note", |m| m["message"]["content"][0]["text"] == "[Request interrupted by user for tool use]");
     assert_eq!(agent.result()["terminal_reason"], "aborted_tools");
     agent.state("u1", "cancelled");
     assert_eq!(agent.code(), 1);
@@ -200,17 +129,13 @@ fn an_idle_agent_answers_an_interrupt_and_does_nothing_else() {
     let mut agent = place.start(&[]);
     agent.interrupt("r1");
     agent.kind("control_response");
-    agent
-        .line(r#"{"type":"control_request","request_id":"r2","request":{"subtype":"initialize"}}"#);
+    agent.line(r#"{"type":"control_request","request_id":"r2","request":{"subtype":"initialize"}}"#);
     agent.kind("control_response");
     agent.line(r#"{"type":"never heard of"}"#);
     agent.line("");
     assert_eq!(agent.code(), 0);
     assert_eq!(agent.kinds(), ["control_response", "control_response"]);
-    assert!(
-        !place.dir.path().join("home").exists(),
-        "without a message there is no transcript"
-    );
+    assert!(!place.dir.path().join("home").exists(), "without a message there is no transcript");
 }
 
 #[test]
@@ -235,12 +160,7 @@ fn a_scripted_agent_ignores_interrupts_or_only_answers_them() {
     // Lines are taken in order: once this one is, the interrupt was.
     agent.send_as("u2", "{{ignore=answered hang}} b");
     agent.state("u2", "queued");
-    assert!(
-        !agent
-            .kinds()
-            .iter()
-            .any(|kind| kind == "control_response" || kind == "result")
-    );
+    assert!(!agent.kinds().iter().any(|kind| kind == "control_response" || kind == "result"));
 
     let mut agent = place.start(&[]);
     agent.send_as("u1", "{{ignore=answered hang}} a");
@@ -253,11 +173,7 @@ fn a_scripted_agent_ignores_interrupts_or_only_answers_them() {
 
     let mut agent = place.start(&[]);
     agent.send_as("u3", "{{hang}} c");
-    agent.until("the answer", |m| {
-        m["event"]["delta"]["text"]
-            .as_str()
-            .is_some_and(|text| text.ends_with('c'))
-    });
+    agent.until("the answer", |m| m["event"]["delta"]["text"].as_str().is_some_and(|text| text.ends_with('c')));
     agent.interrupt("r3");
     assert_eq!(agent.result()["is_error"], true);
 }
@@ -271,11 +187,7 @@ fn a_uuid_that_the_session_holds_is_not_run_again_and_told_once_after_a_resume()
     let told = agent.heard.len();
     agent.send_as("u1", "hello");
     assert_eq!(agent.code(), 0);
-    assert_eq!(
-        agent.heard.len(),
-        told,
-        "not a word about a repeat in the same process"
-    );
+    assert_eq!(agent.heard.len(), told, "not a word about a repeat in the same process");
 
     let mut agent = place.start(&["--resume", S]);
     agent.send_as("u1", "hello");
@@ -283,21 +195,11 @@ fn a_uuid_that_the_session_holds_is_not_run_again_and_told_once_after_a_resume()
     agent.send_as("u1", "hello");
     agent.interrupt("r1");
     agent.kind("control_response");
-    assert_eq!(
-        agent.kinds(),
-        ["command_lifecycle/completed", "control_response"]
-    );
+    assert_eq!(agent.kinds(), ["command_lifecycle/completed", "control_response"]);
     agent.send_as("u1", "{{dedup=off}} hello");
     agent.result();
     assert_eq!(agent.code(), 0);
-    assert_eq!(
-        place
-            .lines(S)
-            .iter()
-            .filter(|line| line["uuid"] == "u1")
-            .count(),
-        2
-    );
+    assert_eq!(place.lines(S).iter().filter(|line| line["uuid"] == "u1").count(), 2);
 }
 
 #[test]
@@ -313,24 +215,11 @@ fn the_old_profile_names_no_uuids_and_drops_repeats_without_a_word() {
     assert_ne!(init["session_id"], S);
     agent.result();
     agent.interrupt("r1");
-    assert!(
-        agent.kind("control_response")["response"]
-            .get("response")
-            .is_none()
-    );
+    assert!(agent.kind("control_response")["response"].get("response").is_none());
     assert_eq!(agent.code(), 0);
     let kinds = agent.kinds();
-    assert!(
-        !kinds
-            .iter()
-            .any(|kind| kind.starts_with("command_lifecycle") || kind == "conversation_reset")
-    );
-    assert!(
-        place
-            .lines(S)
-            .iter()
-            .any(|line| line["uuid"] == "u1" && line["version"] == "2.1.197")
-    );
+    assert!(!kinds.iter().any(|kind| kind.starts_with("command_lifecycle") || kind == "conversation_reset"));
+    assert!(place.lines(S).iter().any(|line| line["uuid"] == "u1" && line["version"] == "2.1.197"));
 }
 
 #[test]
@@ -348,15 +237,9 @@ fn a_session_that_exists_is_refused_and_one_that_does_not_cannot_go_on() {
     let mut agent = place.start(&["--resume", "nobody"]);
     let (status, stderr) = agent.end();
     assert_eq!(status.code(), Some(1));
-    assert!(
-        stderr.contains("No conversation found with session ID: nobody"),
-        "{stderr}"
-    );
+    assert!(stderr.contains("No conversation found with session ID: nobody"), "{stderr}");
     assert_eq!(agent.heard[0]["subtype"], "error_during_execution");
-    assert_eq!(
-        agent.heard[0]["errors"][0],
-        "No conversation found with session ID: nobody"
-    );
+    assert_eq!(agent.heard[0]["errors"][0], "No conversation found with session ID: nobody");
 }
 
 #[test]
@@ -368,10 +251,7 @@ fn a_line_that_is_not_json_ends_the_process_also_in_a_turn() {
     agent.line("this is not json");
     let (status, stderr) = agent.gone();
     assert_eq!(status.code(), Some(1));
-    assert!(
-        stderr.contains("Error parsing streaming input line"),
-        "{stderr}"
-    );
+    assert!(stderr.contains("Error parsing streaming input line"), "{stderr}");
 }
 
 #[test]
@@ -380,27 +260,13 @@ fn the_end_of_stdin_lets_the_turn_and_what_waits_finish() {
     let mut agent = place.start(&["--session-id", S]);
     agent.send_as("u1", "{{delay_ms=200}} one two three");
     agent.kind("system/init");
-    agent.send_as(
-        "u2",
-        "two {{error=\"API Error: 500 made up\" flush_ms=60000}}",
-    );
+    agent.send_as("u2", "two {{error=\"API Error: 500 made up\" flush_ms=60000}}");
     assert_eq!(agent.code(), 1);
-    let results: Vec<&Value> = agent
-        .heard
-        .iter()
-        .filter(|message| message["type"] == "result")
-        .collect();
+    let results: Vec<&Value> = agent.heard.iter().filter(|message| message["type"] == "result").collect();
     assert_eq!(results.len(), 2);
-    assert_eq!(
-        (&results[1]["subtype"], &results[1]["is_error"]),
-        (&json!("success"), &json!(true))
-    );
+    assert_eq!((&results[1]["subtype"], &results[1]["is_error"]), (&json!("success"), &json!(true)));
     assert_eq!(results[1]["result"], "API Error: 500 made up");
-    let error = place
-        .lines(S)
-        .into_iter()
-        .find(|line| line["isApiErrorMessage"] == true)
-        .unwrap();
+    let error = place.lines(S).into_iter().find(|line| line["isApiErrorMessage"] == true).unwrap();
     assert_eq!(error["message"]["model"], "<synthetic>");
 }
 
@@ -445,44 +311,24 @@ fn an_agent_whose_reader_is_gone_ends() {
 
 #[test]
 fn a_scripted_death_leaves_what_it_says_it_leaves() {
-    for (die, recorded, answered) in [
-        ("before", true, false),
-        ("mid", true, false),
-        ("after", true, true),
-    ] {
+    for (die, recorded, answered) in [("before", true, false), ("mid", true, false), ("after", true, true)] {
         let place = Place::new();
         let mut agent = place.start(&["--session-id", S]);
         agent.send_as("u1", format!("{{{{die={die} deltas=4}}}} some words"));
         assert_eq!(agent.gone().0.code(), Some(9), "{die}");
         let kinds = agent.kinds();
-        assert_eq!(
-            kinds.contains(&"stream_event/content_block_delta".to_owned()),
-            die != "before"
-        );
+        assert_eq!(kinds.contains(&"stream_event/content_block_delta".to_owned()), die != "before");
         assert_eq!(kinds.contains(&"result".to_owned()), die == "after");
         let lines = place.lines(S);
-        assert_eq!(
-            lines.iter().any(|line| line["uuid"] == "u1"),
-            recorded,
-            "{die}"
-        );
-        assert_eq!(
-            lines.iter().any(|line| line["type"] == "assistant"),
-            answered,
-            "{die}"
-        );
+        assert_eq!(lines.iter().any(|line| line["uuid"] == "u1"), recorded, "{die}");
+        assert_eq!(lines.iter().any(|line| line["type"] == "assistant"), answered, "{die}");
     }
     // A user line that is late dies with it, whatever was said.
     let place = Place::new();
     let mut agent = place.start(&["--session-id", S]);
     agent.send_as("u1", "{{die=after user_flush_ms=60000}} some words");
     assert_eq!(agent.gone().0.code(), Some(9));
-    assert!(
-        !place
-            .lines(S)
-            .iter()
-            .any(|line| line["uuid"] == "u1" || line["type"] == "assistant")
-    );
+    assert!(!place.lines(S).iter().any(|line| line["uuid"] == "u1" || line["type"] == "assistant"));
 }
 
 #[test]
@@ -491,11 +337,7 @@ fn a_torn_line_is_closed_by_the_next_run() {
     let mut agent = place.start(&["--session-id", S]);
     agent.send_as("u1", "{{torn}} some words");
     assert_eq!(agent.gone().0.code(), Some(9));
-    assert!(
-        !std::fs::read_to_string(place.file(S))
-            .unwrap()
-            .ends_with('\n')
-    );
+    assert!(!std::fs::read_to_string(place.file(S)).unwrap().ends_with('\n'));
     let mut agent = place.start(&["--resume", S]);
     agent.send_as("u1", "some words");
     agent.state("u1", "completed");
@@ -503,9 +345,8 @@ fn a_torn_line_is_closed_by_the_next_run() {
     agent.result();
     assert_eq!(agent.code(), 0);
     let text = std::fs::read_to_string(place.file(S)).unwrap();
-    let (good, bad): (Vec<&str>, Vec<&str>) = text
-        .lines()
-        .partition(|line| serde_json::from_str::<Value>(line).is_ok());
+    let (good, bad): (Vec<&str>, Vec<&str>) =
+        text.lines().partition(|line| serde_json::from_str::<Value>(line).is_ok());
     assert_eq!(bad.len(), 1, "one torn line, and nothing is glued to it");
     assert!(good.iter().any(|line| line.contains(r#""uuid":"u2""#)));
 }
@@ -531,10 +372,7 @@ fn the_final_line_is_on_disk_before_the_result_or_as_late_as_the_script_says() {
     agent.result();
     assert!(!place.holds(S, r#""text":"fourth""#));
     assert_eq!(agent.code(), 0);
-    assert!(
-        place.holds(S, r#""text":"fourth""#),
-        "a graceful end loses nothing"
-    );
+    assert!(place.holds(S, r#""text":"fourth""#), "a graceful end loses nothing");
 }
 
 #[test]
@@ -546,29 +384,15 @@ fn clear_goes_on_under_another_id_in_another_file() {
     agent.send_as("u3", "after");
     agent.result();
     let reset = agent.kind("conversation_reset");
-    assert_eq!(
-        (&reset["user_message_uuid"], &reset["session_id"]),
-        (&json!("u2"), &json!(S))
-    );
-    let id = agent.kind("system/init")["session_id"]
-        .as_str()
-        .unwrap()
-        .to_owned();
+    assert_eq!((&reset["user_message_uuid"], &reset["session_id"]), (&json!("u2"), &json!(S)));
+    let id = agent.kind("system/init")["session_id"].as_str().unwrap().to_owned();
     assert_ne!(id, S);
     assert_eq!(agent.result()["user_message_uuids"], json!(["u2"]));
     assert_eq!(agent.result()["session_id"], json!(id));
     assert_eq!(agent.code(), 0);
-    assert!(
-        place
-            .lines(S)
-            .iter()
-            .all(|line| line["uuid"] != "u2" && line["uuid"] != "u3")
-    );
+    assert!(place.lines(S).iter().all(|line| line["uuid"] != "u2" && line["uuid"] != "u3"));
     let lines = place.lines(&id);
-    assert!(
-        lines.iter().any(|line| line["uuid"] == "u2")
-            && lines.iter().any(|line| line["uuid"] == "u3")
-    );
+    assert!(lines.iter().any(|line| line["uuid"] == "u2") && lines.iter().any(|line| line["uuid"] == "u3"));
 }
 
 #[test]
@@ -584,12 +408,7 @@ fn a_background_task_starts_a_turn_that_nobody_asked_for() {
     assert!(result.get("user_message_uuids").is_none());
     assert_eq!(result["origin"]["kind"], "task-notification");
     assert_eq!(agent.code(), 0);
-    assert!(
-        place
-            .lines(S)
-            .iter()
-            .any(|line| line["origin"]["kind"] == "task-notification" && line["type"] == "user")
-    );
+    assert!(place.lines(S).iter().any(|line| line["origin"]["kind"] == "task-notification" && line["type"] == "user"));
 }
 
 #[test]
@@ -609,20 +428,9 @@ fn a_line_that_meets_a_background_turn_waits_or_is_folded_into_it() {
     agent.state("u2", "completed");
     assert_eq!(agent.result()["origin"]["kind"], "task-notification");
     assert_eq!(agent.code(), 0);
-    assert_eq!(
-        agent
-            .kinds()
-            .iter()
-            .filter(|kind| *kind == "result")
-            .count(),
-        3
-    );
+    assert_eq!(agent.kinds().iter().filter(|kind| *kind == "result").count(), 3);
     let lines = place.lines(S);
-    assert!(
-        lines
-            .iter()
-            .any(|line| line["attachment"]["source_uuid"] == "u2")
-    );
+    assert!(lines.iter().any(|line| line["attachment"]["source_uuid"] == "u2"));
     assert!(!lines.iter().any(|line| line["uuid"] == "u2"));
 }
 
@@ -631,19 +439,12 @@ fn a_late_id_is_another_one_with_its_own_file() {
     let place = Place::new();
     let mut agent = place.start(&["--session-id", S]);
     agent.send_as("u1", "{{late_id_ms=100}} hello");
-    let id = agent.kind("system/init")["session_id"]
-        .as_str()
-        .unwrap()
-        .to_owned();
+    let id = agent.kind("system/init")["session_id"].as_str().unwrap().to_owned();
     assert_ne!(id, S);
     assert_eq!(agent.result()["session_id"], json!(id));
     assert_eq!(agent.code(), 0);
     let folder = place.file(&id).parent().unwrap().to_owned();
-    assert_eq!(
-        std::fs::read_dir(folder).unwrap().count(),
-        1,
-        "no file under the first id"
-    );
+    assert_eq!(std::fs::read_dir(folder).unwrap().count(), 1, "no file under the first id");
     assert!(place.lines(&id).iter().any(|line| line["uuid"] == "u1"));
 }
 
@@ -657,15 +458,8 @@ fn an_agent_that_keeps_no_uuids_names_none() {
     agent.result();
     assert_eq!(agent.code(), 0);
     assert!(!agent.raw.iter().any(|line| line.contains("\"u1\"")));
-    let users = place
-        .lines(S)
-        .into_iter()
-        .filter(|line| line["message"]["content"] == "hello");
-    assert!(
-        users
-            .clone()
-            .all(|line| line["uuid"].is_string() && line["uuid"] != "u1")
-    );
+    let users = place.lines(S).into_iter().filter(|line| line["message"]["content"] == "hello");
+    assert!(users.clone().all(|line| line["uuid"].is_string() && line["uuid"] != "u1"));
     assert_eq!(users.count(), 2);
 }
 
@@ -677,7 +471,8 @@ fn photos_are_kept_as_they_came_and_told_by_size_and_type() {
     // Bigger than a pipe, so that it comes in many pieces.
     let big = "A".repeat(1_400_000);
     let image = |mime: &str, data: &str| json!({"type": "image", "source": {"type": "base64", "media_type": mime, "data": data}});
-    let content = json!([{"type": "text", "text": "look at these"}, image("image/png", png), image("image/jpeg", &big)]);
+    let content =
+        json!([{"type": "text", "text": "look at these"}, image("image/png", png), image("image/jpeg", &big)]);
     agent.send_as("u1", content.clone());
     assert_eq!(
         agent.result()["result"],
@@ -686,49 +481,27 @@ fn photos_are_kept_as_they_came_and_told_by_size_and_type() {
     assert_eq!(agent.code(), 0);
     let lines = place.lines(S);
     let user = lines.iter().find(|line| line["uuid"] == "u1").unwrap();
-    assert_eq!(
-        (&user["message"]["content"], &user["imagePasteIds"]),
-        (&content, &json!([1, 2]))
-    );
+    assert_eq!((&user["message"]["content"], &user["imagePasteIds"]), (&content, &json!([1, 2])));
     let text = std::fs::read_to_string(place.file(S)).unwrap();
-    let line = text
-        .lines()
-        .find(|line| line.contains(r#""uuid":"u1""#))
-        .unwrap();
-    assert!(
-        line.find(r#""uuid":"u1""#) > line.find("AAAAAAAA"),
-        "the uuid stands behind the payload"
-    );
-    assert!(
-        lines
-            .iter()
-            .any(|line| line["turnCompanion"] == true && line["isMeta"] == true)
-    );
+    let line = text.lines().find(|line| line.contains(r#""uuid":"u1""#)).unwrap();
+    assert!(line.find(r#""uuid":"u1""#) > line.find("AAAAAAAA"), "the uuid stands behind the payload");
+    assert!(lines.iter().any(|line| line["turnCompanion"] == true && line["isMeta"] == true));
 }
 
 #[test]
 fn answers_have_the_size_and_the_deltas_that_the_script_asks_for() {
     let place = Place::new();
     let mut agent = place.start(&[]);
-    for (script, size, deltas) in [
-        ("size=5000 deltas=7", 5000, 7),
-        ("flood=2000", 32_000, 2000),
-        ("say=\"a b\"", 3, 3),
-    ] {
+    for (script, size, deltas) in [("size=5000 deltas=7", 5000, 7), ("flood=2000", 32_000, 2000), ("say=\"a b\"", 3, 3)]
+    {
         let from = agent.heard.len();
         agent.send_as(&format!("u{size}"), format!("{{{{{script}}}}}"));
         let result = agent.result();
         let text = result["result"].as_str().unwrap();
         assert_eq!(text.len(), size, "{script}");
-        let pieces: Vec<&str> = agent.heard[from..]
-            .iter()
-            .filter_map(|message| message["event"]["delta"]["text"].as_str())
-            .collect();
-        assert_eq!(
-            (pieces.len(), pieces.concat().as_str()),
-            (deltas, text),
-            "{script}"
-        );
+        let pieces: Vec<&str> =
+            agent.heard[from..].iter().filter_map(|message| message["event"]["delta"]["text"].as_str()).collect();
+        assert_eq!((pieces.len(), pieces.concat().as_str()), (deltas, text), "{script}");
     }
 }
 
@@ -740,10 +513,7 @@ fn a_tool_that_needs_leave_waits_for_it() {
         agent.send_as(behavior, "{{ask tool=Write}}");
         let request = agent.kind("control_request");
         assert_eq!(
-            (
-                &request["request"]["subtype"],
-                &request["request"]["tool_name"]
-            ),
+            (&request["request"]["subtype"], &request["request"]["tool_name"]),
             (&json!("can_use_tool"), &json!("Write"))
         );
         agent.allow(&request, behavior);
@@ -759,10 +529,7 @@ fn an_error_in_execution_has_no_result_text() {
     let mut agent = place.start(&[]);
     agent.send_as("u1", "{{error=execution}}");
     let result = agent.result();
-    assert_eq!(
-        (&result["subtype"], &result["is_error"]),
-        (&json!("error_during_execution"), &json!(true))
-    );
+    assert_eq!((&result["subtype"], &result["is_error"]), (&json!("error_during_execution"), &json!(true)));
     assert!(result.get("result").is_none());
     assert_eq!(agent.code(), 1);
 }

@@ -18,14 +18,29 @@ fn refused(answer: &beebox_chatd::load::client::Answer, status: u16, code: &str,
 fn every_route_refuses_a_wrong_method_and_unknown_paths_are_404() {
     let server = Server::new();
     let mut client = server.client();
-    for path in ["/api/chat/send", "/api/chat/stop", "/api/chat/interrupt", "/api/chat/restart", "/api/chat/reset",
-        "/api/chat/pending/retry", "/api/chat/pending/discard", "/api/threads/send"]
-    {
+    for path in [
+        "/api/chat/send",
+        "/api/chat/stop",
+        "/api/chat/interrupt",
+        "/api/chat/restart",
+        "/api/chat/reset",
+        "/api/chat/pending/retry",
+        "/api/chat/pending/discard",
+        "/api/threads/send",
+    ] {
         refused(&client.get(path).unwrap(), 405, "method_not_allowed", "");
     }
-    for path in ["/api/chat/history?session=a", "/api/chat/bootstrap", "/api/chat/sessions", "/api/chat/status?session=a",
-        "/api/threads", "/healthz", "/", "/api/session-media/a/b/0", "/api/chat/turns/a"]
-    {
+    for path in [
+        "/api/chat/history?session=a",
+        "/api/chat/bootstrap",
+        "/api/chat/sessions",
+        "/api/chat/status?session=a",
+        "/api/threads",
+        "/healthz",
+        "/",
+        "/api/session-media/a/b/0",
+        "/api/chat/turns/a",
+    ] {
         refused(&client.post(path, &json!({})).unwrap(), 405, "method_not_allowed", "");
     }
     for path in ["/nope", "/api", "/api/chat", "/api/chat/send/more", "/app.js/x"] {
@@ -52,11 +67,41 @@ fn a_body_that_is_not_what_it_should_be_names_the_field() {
         ("/api/chat/send", json!({"session": "never-known", "message": "x"}), 404, "unknown_session", "never-known"),
         ("/api/chat/send", json!({"session": "new", "message": "x", "messageId": ""}), 400, "bad_field", "messageId"),
         ("/api/chat/send", json!({"session": "new", "message": "x", "messageId": "ü"}), 400, "bad_field", "messageId"),
-        ("/api/chat/send", json!({"session": "new", "message": "x", "images": photo("%%", "image/png")}), 400, "bad_field", "images[0].dataBase64"),
-        ("/api/chat/send", json!({"session": "new", "message": "x", "images": photo("QQ==", "text/html")}), 400, "bad_field", "images[0].mimeType"),
-        ("/api/chat/send", json!({"session": "new", "message": "x", "seedFeatures": {"colour": "red"}}), 400, "bad_field", "colour"),
-        ("/api/chat/send", json!({"session": "new", "message": "x".repeat(1024 * 1024 + 1)}), 413, "too_large", "message"),
-        ("/api/chat/send", json!({"session": "new", "message": "x", "images": photo(&"A".repeat(26 * 1024 * 1024), "image/png")}), 413, "too_large", "images"),
+        (
+            "/api/chat/send",
+            json!({"session": "new", "message": "x", "images": photo("%%", "image/png")}),
+            400,
+            "bad_field",
+            "images[0].dataBase64",
+        ),
+        (
+            "/api/chat/send",
+            json!({"session": "new", "message": "x", "images": photo("QQ==", "text/html")}),
+            400,
+            "bad_field",
+            "images[0].mimeType",
+        ),
+        (
+            "/api/chat/send",
+            json!({"session": "new", "message": "x", "seedFeatures": {"colour": "red"}}),
+            400,
+            "bad_field",
+            "colour",
+        ),
+        (
+            "/api/chat/send",
+            json!({"session": "new", "message": "x".repeat(1024 * 1024 + 1)}),
+            413,
+            "too_large",
+            "message",
+        ),
+        (
+            "/api/chat/send",
+            json!({"session": "new", "message": "x", "images": photo(&"A".repeat(26 * 1024 * 1024), "image/png")}),
+            413,
+            "too_large",
+            "images",
+        ),
         ("/api/chat/stop", json!({}), 400, "bad_field", "session"),
         ("/api/chat/stop", json!({"session": "never-known"}), 404, "unknown_session", "never-known"),
         ("/api/chat/interrupt", json!({"session": 7}), 400, "bad_field", "session"),
@@ -135,7 +180,8 @@ fn the_same_message_id_with_other_content_is_409_and_with_the_same_is_one_messag
     let server = Server::new();
     let first = server.send_as("main", "words", Some("key"), &[]);
     let answers: Vec<_> = std::thread::scope(|scope| {
-        let sends: Vec<_> = (0..64).map(|_| scope.spawn(|| server.send_as("main", "words", Some("key"), &[]))).collect();
+        let sends: Vec<_> =
+            (0..64).map(|_| scope.spawn(|| server.send_as("main", "words", Some("key"), &[]))).collect();
         sends.into_iter().map(|s| s.join().unwrap()).collect()
     });
     for again in answers {
@@ -175,7 +221,8 @@ fn a_bad_setting_ends_the_start_with_one_clear_line_and_code_2() {
     let first = Server::new();
     let words = Options::default().box_dir(first.box_dir()).try_start().err().expect("one server a box").to_string();
     assert!(words.contains(&format!("pid {}", first.pid())), "names the first: {words}");
-    let words = Options::default().listen(&first.addr().to_string()).try_start().err().expect("port in use").to_string();
+    let words =
+        Options::default().listen(&first.addr().to_string()).try_start().err().expect("port in use").to_string();
     assert!(words.contains("in use") || words.contains("Address"), "{words}");
 }
 

@@ -94,11 +94,8 @@ fn twenty_sessions_on_a_cap_of_two_are_served_in_the_order_of_their_messages() {
             assert_eq!(events.end_of_message(&accepted.message_uuid).event, "chat-complete");
         }
         // Two places: one that waited may overtake only its neighbours on the way to its dispatch.
-        let order: Vec<usize> = events
-            .seen()
-            .iter()
-            .filter_map(|f| waiting.iter().position(|w| dispatches(f, &w.message_uuid)))
-            .collect();
+        let order: Vec<usize> =
+            events.seen().iter().filter_map(|f| waiting.iter().position(|w| dispatches(f, &w.message_uuid))).collect();
         assert_eq!(order.len(), 18);
         for (place, number) in order.iter().enumerate() {
             assert!(place.abs_diff(*number) <= 2, "{order:?}");
@@ -215,7 +212,8 @@ fn two_threads_take_turns_for_a_hundred_messages_each() {
     });
     assert_eq!(most, 1, "the pool keeps one active session");
     let list = server.get_json("/api/threads");
-    let counts: Vec<_> = list["threads"].as_array().unwrap().iter().map(|t| t["messageCount"].as_u64().unwrap()).collect();
+    let counts: Vec<_> =
+        list["threads"].as_array().unwrap().iter().map(|t| t["messageCount"].as_u64().unwrap()).collect();
     assert_eq!(counts, [50, 50], "each went on in a fresh session once");
 }
 
@@ -367,7 +365,10 @@ fn a_stopped_thread_turn_is_answered_as_failed() {
         assert_eq!(server.control("stop", dispatched.text("sessionId")), "stopped");
         assert_eq!(hanging.join().unwrap()["success"], false);
     });
-    assert!(!events.seen().iter().any(|f| f.event == "chat-phase" && f.text("phase") == "stopping"), "parked, not stopped");
+    assert!(
+        !events.seen().iter().any(|f| f.event == "chat-phase" && f.text("phase") == "stopping"),
+        "parked, not stopped"
+    );
     assert_eq!(answered(&server, "anna", &say("goes on"))["success"], true);
 }
 
@@ -375,7 +376,8 @@ fn a_stopped_thread_turn_is_answered_as_failed() {
 fn a_tag_in_the_answer_changes_a_feature_after_the_turn_is_over() {
     let mut server = Server::new();
     let mut events = server.follow();
-    let sent = server.send("new", r#"{{say="well <chat-app narration=\"on\"/> <Chat-App colour=\"red\" prose=\"maybe\" /> so"}}"#);
+    let sent = server
+        .send("new", r#"{{say="well <chat-app narration=\"on\"/> <Chat-App colour=\"red\" prose=\"maybe\" /> so"}}"#);
     let session = sent.session_id.clone();
     let changed = events.wait_for("the change", |f| f.event == "chat-features-changed");
     assert_eq!(changed.data["features"], json!({"narration": "on", "prose": "on"}));
@@ -503,7 +505,7 @@ fn a_torn_or_foreign_state_file_is_set_aside_and_the_server_serves() {
 #[test]
 fn sigterm_lets_a_turn_finish_and_keeps_the_queue_for_the_next_server() {
     let mut server = Server::new();
-    let mut events = server.follow();
+    let events = server.follow();
     let first = server.send("new", "{{deltas=20 delta_ms=50}} finishes");
     wait_turn_began(&server, &first.session_id);
     let queued = server.send(&first.session_id, "waits");
@@ -544,7 +546,9 @@ fn sigterm_during_sends_loses_none_that_was_answered() {
             })
         })
         .collect();
-    server.wait_until("some turns", |s| (s.get_json("/api/chat/sessions")["sessions"][0]["running"] == true).then_some(()));
+    server.wait_until("some turns", |s| {
+        (s.get_json("/api/chat/sessions")["sessions"][0]["running"] == true).then_some(())
+    });
     let status = server.terminate();
     stop.store(true, Ordering::Relaxed);
     let accepted: Vec<String> = senders.into_iter().flat_map(|s| s.join().unwrap()).collect();
@@ -629,7 +633,9 @@ fn a_dump_names_every_thread_and_session_and_shows_no_words_of_theirs() {
     wait_turn_began(&server, &sent.session_id);
     answered(&server, "anna", &say("x"));
     let page = server.get("/api/debug/threads").text();
-    for wanted in [sent.session_id.as_str(), "streaming", "last message", "of a thread", "gate", "journal", "waits for its agent"] {
+    for wanted in
+        [sent.session_id.as_str(), "streaming", "last message", "of a thread", "gate", "journal", "waits for its agent"]
+    {
         assert!(page.contains(wanted), "{wanted} is missing in {page}");
     }
     assert!(page.contains("locks held for over 1000 ms: 0"), "{page}");
@@ -646,7 +652,13 @@ fn a_dump_is_answered_while_every_worker_is_busy() {
     std::thread::scope(|scope| {
         for n in 0..3 {
             let server = &server;
-            scope.spawn(move || answered(server, &format!("t{n}"), "{{say=\"<chat-response>x</chat-response>\" deltas=20 delta_ms=100}}"));
+            scope.spawn(move || {
+                answered(
+                    server,
+                    &format!("t{n}"),
+                    "{{say=\"<chat-response>x</chat-response>\" deltas=20 delta_ms=100}}",
+                )
+            });
         }
         events.wait_for("a turn", |f| f.event == "chat-message-dispatched");
         server.wait_until("a dump of waiting threads", |s| {
@@ -686,12 +698,10 @@ fn the_supervisor_hears_that_the_server_is_ready_lives_and_stops() {
     let path = dir.path().join("notify");
     let socket = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
     socket.set_read_timeout(Some(LIMIT)).unwrap();
-    let mut server = Options::default()
-        .env("NOTIFY_SOCKET", path.to_str().unwrap())
-        .env("WATCHDOG_USEC", "200000")
-        .start();
+    let mut server =
+        Options::default().env("NOTIFY_SOCKET", path.to_str().unwrap()).env("WATCHDOG_USEC", "200000").start();
     let mut heard = Vec::new();
-    let mut next = || {
+    let next = || {
         let mut bytes = [0; 64];
         let len = socket.recv(&mut bytes).expect("a word");
         String::from_utf8(bytes[..len].to_vec()).unwrap()

@@ -44,9 +44,7 @@ impl MemoryStore {
         if self.broken.load(Ordering::SeqCst) {
             return Err(Error::new(Code::CannotRecord, "disk is gone"));
         }
-        std::thread::sleep(Duration::from_millis(
-            self.slow_ms.load(Ordering::SeqCst) as u64
-        ));
+        std::thread::sleep(Duration::from_millis(self.slow_ms.load(Ordering::SeqCst) as u64));
         Ok(())
     }
 }
@@ -63,10 +61,7 @@ impl EventStore for MemoryStore {
     fn bounds(&self) -> Result<(EventId, EventId)> {
         self.check()?;
         let rows = self.rows.lock();
-        let oldest = self
-            .oldest
-            .load(Ordering::SeqCst)
-            .max(rows.first().map_or(1, |r| r.id));
+        let oldest = self.oldest.load(Ordering::SeqCst).max(rows.first().map_or(1, |r| r.id));
         Ok((oldest, rows.last().map_or(0, |r| r.id)))
     }
 }
@@ -97,30 +92,18 @@ impl World {
         let port = listener.local_addr().unwrap().port();
         let stop = Arc::new(AtomicBool::new(false));
         let (to, stopped) = (push.clone(), stop.clone());
-        let gate = spawn(
-            Name::fixed("test-gate"),
-            SMALL_STACK_BYTES,
-            OnPanic::Contain,
-            move || {
-                while let Ok((stream, peer)) = listener.accept() {
-                    if stopped.load(Ordering::SeqCst) {
-                        return;
-                    }
-                    if let Some(upgrade) = read_head(stream, peer.to_string()) {
-                        to.adopt(upgrade);
-                    }
+        let gate = spawn(Name::fixed("test-gate"), SMALL_STACK_BYTES, OnPanic::Contain, move || {
+            while let Ok((stream, peer)) = listener.accept() {
+                if stopped.load(Ordering::SeqCst) {
+                    return;
                 }
-            },
-        )
+                if let Some(upgrade) = read_head(stream, peer.to_string()) {
+                    to.adopt(upgrade);
+                }
+            }
+        })
         .unwrap();
-        Self {
-            bus,
-            store,
-            push,
-            port,
-            stop,
-            gate,
-        }
+        Self { bus, store, push, port, stop, gate }
     }
 
     /// Records an event, then publishes it, as the journal does.
@@ -140,24 +123,14 @@ impl World {
     }
 
     fn sse(&self, after: &str, socket: &mut TcpStream) {
-        write!(
-            socket,
-            "GET /api/events{} HTTP/1.1\r\nAccept: text/event-stream\r\n\r\n",
-            query(after)
-        )
-        .unwrap();
+        write!(socket, "GET /api/events{} HTTP/1.1\r\nAccept: text/event-stream\r\n\r\n", query(after)).unwrap();
     }
 
     /// Waits until `seen` of the figures.
     fn wait_for(&self, what: &str, seen: impl Fn(&beebox_chatd::push::PushStats) -> bool) {
         let begun = Instant::now();
         while !seen(&self.push.stats()) {
-            assert!(
-                begun.elapsed() < LIMIT,
-                "{what}: {:?}\n{}",
-                self.push.stats(),
-                beebox_chatd::dump::threads_page()
-            );
+            assert!(begun.elapsed() < LIMIT, "{what}: {:?}\n{}", self.push.stats(), beebox_chatd::dump::threads_page());
             std::thread::yield_now();
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -168,8 +141,7 @@ impl Drop for World {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::SeqCst);
         let _ = TcpStream::connect(("127.0.0.1", self.port));
-        let ended = self.push.shutdown(Duration::from_secs(5))
-            && self.gate.join_within(Duration::from_secs(5));
+        let ended = self.push.shutdown(Duration::from_secs(5)) && self.gate.join_within(Duration::from_secs(5));
         if !std::thread::panicking() {
             assert!(ended, "{}", beebox_chatd::dump::threads_page());
         }
@@ -180,22 +152,13 @@ fn keep(store: &MemoryStore, bus: &Bus, data: Value) -> EventId {
     // The lock over both keeps the order of publication that of the ids.
     let mut rows = store.rows.lock();
     let id = rows.last().map_or(0, |r| r.id) + 1;
-    rows.push(StoredEvent {
-        id,
-        event: "k".to_owned(),
-        data_json: data.to_string(),
-        at: AT.to_owned(),
-    });
+    rows.push(StoredEvent { id, event: "k".to_owned(), data_json: data.to_string(), at: AT.to_owned() });
     bus.publish_kept(id, "k", &data, AT);
     id
 }
 
 fn query(after: &str) -> String {
-    if after.is_empty() {
-        String::new()
-    } else {
-        format!("?after={after}")
-    }
+    if after.is_empty() { String::new() } else { format!("?after={after}") }
 }
 
 fn read_head(mut stream: TcpStream, peer: String) -> Option<Upgrade> {
@@ -212,9 +175,7 @@ fn read_head(mut stream: TcpStream, peer: String) -> Option<Upgrade> {
     let path = text.split(' ').nth(1)?;
     let cursor = path.split_once("after=").map(|(_, c)| c.to_owned());
     let field = |name: &str| {
-        let line = text
-            .lines()
-            .find(|l| l.to_ascii_lowercase().starts_with(name))?;
+        let line = text.lines().find(|l| l.to_ascii_lowercase().starts_with(name))?;
         Some(line.split_once(':')?.1.trim().to_owned())
     };
     let kind = match field("sec-websocket-key:") {
@@ -222,13 +183,7 @@ fn read_head(mut stream: TcpStream, peer: String) -> Option<Upgrade> {
         None => UpgradeKind::Sse,
     };
     let leftover = head[end..].to_vec();
-    Some(Upgrade {
-        stream: Stream::Tcp(stream),
-        kind,
-        cursor,
-        leftover,
-        peer,
-    })
+    Some(Upgrade { stream: Stream::Tcp(stream), kind, cursor, leftover, peer })
 }
 
 struct Client {
@@ -296,23 +251,14 @@ fn hello_comes_first_then_replay_then_live() {
         world.keep(json!({ "n": n }));
     }
     let mut client = world.client("e1.2");
-    assert_eq!(
-        client.hello(),
-        json!({"epoch": "e1", "head": 5, "oldest": 1})
-    );
-    assert_eq!(
-        client.next(),
-        json!({"id": 3, "event": "k", "data": {"n": 3}, "at": AT})
-    );
+    assert_eq!(client.hello(), json!({"epoch": "e1", "head": 5, "oldest": 1}));
+    assert_eq!(client.next(), json!({"id": 3, "event": "k", "data": {"n": 3}, "at": AT}));
     assert_eq!(client.ids(2), [4, 5]);
     world.keep(json!({"n": 6}));
     world.bus.publish("chat-phase", &json!({"phase": "idle"}));
     assert_eq!(client.ids(1), [6]);
     let transient = client.next();
-    assert_eq!(
-        (&transient["event"], &transient["data"]["phase"]),
-        (&json!("chat-phase"), &json!("idle"))
-    );
+    assert_eq!((&transient["event"], &transient["data"]["phase"]), (&json!("chat-phase"), &json!("idle")));
     assert!(transient.get("id").is_none());
 }
 
@@ -338,11 +284,7 @@ fn each_cursor_leads_to_its_place() {
     let mut clients = Vec::new();
     for (after, resync, replayed) in table {
         let mut client = world.client(after);
-        assert_eq!(
-            client.hello(),
-            json!({"epoch": "e1", "head": 20, "oldest": 7}),
-            "{after}"
-        );
+        assert_eq!(client.hello(), json!({"epoch": "e1", "head": 20, "oldest": 7}), "{after}");
         if let Some(reason) = resync {
             let wanted = json!({"event": "resync", "data": {"reason": reason, "head": 20}});
             assert_eq!(client.next(), wanted, "{after}");
@@ -369,15 +311,9 @@ fn a_client_moves_its_cursor() {
     client.say(r#"{"after":"e1.598"}"#);
     assert_eq!(client.ids(2), [599, 600]);
     client.say(r#"{"after":601}"#);
-    assert_eq!(
-        client.next()["data"],
-        json!({"reason": "future", "head": 600})
-    );
+    assert_eq!(client.next()["data"], json!({"reason": "future", "head": 600}));
     client.say(r#"{"after":"e9.600"}"#);
-    assert_eq!(
-        client.next()["data"],
-        json!({"reason": "foreign", "head": 600})
-    );
+    assert_eq!(client.next()["data"], json!({"reason": "foreign", "head": 600}));
     world.keep(json!({}));
     assert_eq!(client.ids(1), [601]);
 }
@@ -385,54 +321,41 @@ fn a_client_moves_its_cursor() {
 #[test]
 fn attaching_while_events_are_published_makes_no_hole_and_no_double() {
     // A small ring, so that newcomers meet store, ring and the seam between them.
-    let world = Arc::new(World::with(
-        Bus::with_limits(64, 1 << 20),
-        PushLimits::default(),
-    ));
+    let world = Arc::new(World::with(Bus::with_limits(64, 1 << 20), PushLimits::default()));
     let done = Arc::new(AtomicBool::new(false));
     let publisher = {
         let (store, bus, done) = (world.store.clone(), world.bus.clone(), done.clone());
-        spawn(
-            Name::fixed("publisher"),
-            SMALL_STACK_BYTES,
-            OnPanic::Contain,
-            move || {
-                let mut n = 0;
-                while !done.load(Ordering::SeqCst) {
-                    keep(&store, &bus, json!({ "n": n }));
-                    if n % 3 == 0 {
-                        bus.publish("t", &json!({}));
-                    }
-                    n += 1;
-                    if n % 8 == 0 {
-                        std::thread::sleep(Duration::from_micros(200));
-                    }
+        spawn(Name::fixed("publisher"), SMALL_STACK_BYTES, OnPanic::Contain, move || {
+            let mut n = 0;
+            while !done.load(Ordering::SeqCst) {
+                keep(&store, &bus, json!({ "n": n }));
+                if n % 3 == 0 {
+                    bus.publish("t", &json!({}));
                 }
-            },
-        )
+                n += 1;
+                if n % 8 == 0 {
+                    std::thread::sleep(Duration::from_micros(200));
+                }
+            }
+        })
         .unwrap()
     };
     let attached = Arc::new(AtomicUsize::new(0));
     let attachers: Vec<Thread> = (0..4)
         .map(|worker| {
             let (world, attached) = (world.clone(), attached.clone());
-            spawn(
-                Name::numbered("attach", worker),
-                SMALL_STACK_BYTES,
-                OnPanic::Contain,
-                move || {
-                    for round in 0..500 {
-                        let head = world.bus.head();
-                        let back = [0, 0, 1, 3, 30, 60, 64, 70, 100, 300][round % 10];
-                        let after = (head - back).max(0);
-                        let mut client = world.client(&after.to_string());
-                        client.hello();
-                        let wanted = 5 + back as usize;
-                        assert_eq!(client.ids(wanted), range(after + 1, after + wanted as i64));
-                        attached.fetch_add(1, Ordering::SeqCst);
-                    }
-                },
-            )
+            spawn(Name::numbered("attach", worker), SMALL_STACK_BYTES, OnPanic::Contain, move || {
+                for round in 0..500 {
+                    let head = world.bus.head();
+                    let back = [0, 0, 1, 3, 30, 60, 64, 70, 100, 300][round % 10];
+                    let after = (head - back).max(0);
+                    let mut client = world.client(&after.to_string());
+                    client.hello();
+                    let wanted = 5 + back as usize;
+                    assert_eq!(client.ids(wanted), range(after + 1, after + wanted as i64));
+                    attached.fetch_add(1, Ordering::SeqCst);
+                }
+            })
             .unwrap()
         })
         .collect();
@@ -442,11 +365,7 @@ fn attaching_while_events_are_published_makes_no_hole_and_no_double() {
     done.store(true, Ordering::SeqCst);
     assert!(publisher.join_within(LIMIT));
     assert_eq!(attached.load(Ordering::SeqCst), 2000);
-    assert!(
-        world.push.stats().store_reads > 100,
-        "{:?}",
-        world.push.stats()
-    );
+    assert!(world.push.stats().store_reads > 100, "{:?}", world.push.stats());
 }
 
 #[test]
@@ -471,9 +390,7 @@ fn a_slow_reader_gets_every_kept_event_and_slows_nobody() {
         }
     }
     // Its socket is full, or it waits for rows of the store at this very moment.
-    world.wait_for("the slow one is behind", |s| {
-        s.blocked_clients + s.replaying_clients >= 1
-    });
+    world.wait_for("the slow one is behind", |s| s.blocked_clients + s.replaying_clients >= 1);
     let stats = world.push.stats();
     assert_eq!(stats.closed_stalled, 0, "{stats:?}");
     assert!(stats.pinned_bytes < 1 << 20, "{stats:?}");
@@ -483,11 +400,7 @@ fn a_slow_reader_gets_every_kept_event_and_slows_nobody() {
     assert_eq!(slow.ids(1), [count + 1]);
     assert_eq!(quick.ids(1), [count + 1]);
     // 4,000 transient events of 8 KiB were published: the slow one cannot have had them all.
-    assert!(
-        world.push.stats().store_reads > 10,
-        "{:?}",
-        world.push.stats()
-    );
+    assert!(world.push.stats().store_reads > 10, "{:?}", world.push.stats());
 }
 
 /// A masked frame of a client.
@@ -520,11 +433,7 @@ fn malformed_frames_are_closed_with_their_code() {
     let table: Vec<(&str, Vec<u8>, u16)> = vec![
         ("unmasked", vec![0x81, 2, b'h', b'i'], 1002),
         ("bad UTF-8", frame(0x81, &[0xff, 0xfe]), 1007),
-        (
-            "bad UTF-8 over two fragments",
-            [frame(0x01, &[0xc3]), frame(0x80, b"x")].concat(),
-            1007,
-        ),
+        ("bad UTF-8 over two fragments", [frame(0x01, &[0xc3]), frame(0x80, b"x")].concat(), 1007),
         ("reserved bit 1", frame(0xc1, b"{}"), 1002),
         ("reserved bit 3", frame(0x91, b"{}"), 1002),
         ("reserved data opcode", frame(0x83, b"{}"), 1002),
@@ -532,31 +441,16 @@ fn malformed_frames_are_closed_with_their_code() {
         ("fragmented ping", frame(0x09, b""), 1002),
         ("long ping", frame(0x89, &[0; 126]), 1002),
         ("continuation of nothing", frame(0x80, b"x"), 1002),
-        (
-            "new message inside a message",
-            [frame(0x01, b"x"), frame(0x81, b"y")].concat(),
-            1002,
-        ),
+        ("new message inside a message", [frame(0x01, b"x"), frame(0x81, b"y")].concat(), 1002),
         ("binary", frame(0x82, b"{}"), 1003),
         ("64 KiB and one byte", frame(0x81, &[b' '; 65_537]), 1009),
-        (
-            "2^63 bytes announced",
-            [&[0x81, 0xff][..], &[0x7f; 8], &[0; 4]].concat(),
-            1009,
-        ),
+        ("2^63 bytes announced", [&[0x81, 0xff][..], &[0x7f; 8], &[0; 4]].concat(), 1009),
         (
             "many fragments over 64 KiB",
-            frame(0x01, &[b' '; 1000])
-                .into_iter()
-                .chain(frame(0x00, &[b' '; 1000]).repeat(70))
-                .collect(),
+            frame(0x01, &[b' '; 1000]).into_iter().chain(frame(0x00, &[b' '; 1000]).repeat(70)).collect(),
             1009,
         ),
-        (
-            "64 KiB that are no cursor",
-            frame(0x81, &[b' '; 65_536]),
-            1008,
-        ),
+        ("64 KiB that are no cursor", frame(0x81, &[b' '; 65_536]), 1008),
         ("no JSON", cursor("hello"), 1008),
         ("no cursor", cursor(r#"{"before":1}"#), 1008),
         ("negative", cursor(r#"{"after":-1}"#), 1008),
@@ -566,24 +460,12 @@ fn malformed_frames_are_closed_with_their_code() {
         ("bad cursor text", cursor(r#"{"after":"e1."}"#), 1008),
         ("ping flood", pings(1000), 1008),
         ("pong flood", frame(0x8a, b"").repeat(1000), 1008),
-        (
-            "flood of empty fragments",
-            [frame(0x01, b""), frame(0x00, b"").repeat(100_000)].concat(),
-            1008,
-        ),
+        ("flood of empty fragments", [frame(0x01, b""), frame(0x00, b"").repeat(100_000)].concat(), 1008),
         ("close 1000", frame(0x88, &1000u16.to_be_bytes()), 1000),
         ("close without a code", frame(0x88, b""), 1005),
         ("close with half a code", frame(0x88, b"x"), 1002),
-        (
-            "close with a code nobody may send",
-            frame(0x88, &1005u16.to_be_bytes()),
-            1002,
-        ),
-        (
-            "close with a reason that is not UTF-8",
-            frame(0x88, &[0x03, 0xe8, 0xff]),
-            1007,
-        ),
+        ("close with a code nobody may send", frame(0x88, &1005u16.to_be_bytes()), 1002),
+        ("close with a reason that is not UTF-8", frame(0x88, &[0x03, 0xe8, 0xff]), 1007),
     ];
     for (what, bytes, code) in table {
         let mut client = world.client("");
@@ -617,15 +499,8 @@ fn frames_that_come_in_pieces_or_with_the_head_are_understood() {
     }
     assert_eq!(client.ids(2), [2, 3]);
     // A ping is answered with its payload, in front of nothing that it could cut.
-    client
-        .socket
-        .get_mut()
-        .write_all(&frame(0x89, b"payload"))
-        .unwrap();
-    assert_eq!(
-        client.socket.read().unwrap(),
-        Message::Pong(b"payload"[..].into())
-    );
+    client.socket.get_mut().write_all(&frame(0x89, b"payload")).unwrap();
+    assert_eq!(client.socket.read().unwrap(), Message::Pong(b"payload"[..].into()));
     // Pipelined behind the request head.
     let mut socket = world.socket();
     let head = b"GET /api/events HTTP/1.1\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n";
@@ -639,15 +514,9 @@ fn frames_that_come_in_pieces_or_with_the_head_are_understood() {
     }
     let text = String::from_utf8_lossy(&bytes);
     assert!(text.starts_with("HTTP/1.1 101 "), "{text}");
-    assert!(
-        text.contains("Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n"),
-        "{text}"
-    );
+    assert!(text.contains("Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n"), "{text}");
     let at = |what: &str| text.find(what).unwrap();
-    assert!(
-        at("hello") < at("\"id\":2") && at("\"id\":2") < at("\"id\":3"),
-        "{text}"
-    );
+    assert!(at("hello") < at("\"id\":2") && at("\"id\":2") < at("\"id\":3"), "{text}");
 }
 
 #[test]
@@ -670,10 +539,7 @@ fn server_sent_events_carry_cursors_and_resume() {
     world.sse("e1.1", &mut socket);
     let text = read_until(&mut socket, "\"n\":3}");
     let (head, body) = text.split_once("\r\n\r\n").unwrap();
-    assert!(
-        head.starts_with("HTTP/1.1 200 ") && head.contains("Content-Type: text/event-stream"),
-        "{head}"
-    );
+    assert!(head.starts_with("HTTP/1.1 200 ") && head.contains("Content-Type: text/event-stream"), "{head}");
     let wanted = format!(
         "id: e1.1\nevent: hello\ndata: {{\"event\":\"hello\",\"data\":{{\"epoch\":\"e1\",\"head\":3,\"oldest\":1}}}}\n\n\
          id: e1.2\nevent: k\ndata: {{\"id\":2,\"event\":\"k\",\"data\":{{\"n\":2}},\"at\":\"{AT}\"}}\n\n\
@@ -683,17 +549,11 @@ fn server_sent_events_carry_cursors_and_resume() {
     world.bus.publish("t", &json!({"live": true}));
     world.keep(json!({"n": 4}));
     let text = read_until(&mut socket, "\"n\":4}");
-    assert!(
-        text.contains("event: t\ndata: {\"event\":\"t\"") && text.contains("id: e1.4\nevent: k\n"),
-        "{text}"
-    );
+    assert!(text.contains("event: t\ndata: {\"event\":\"t\"") && text.contains("id: e1.4\nevent: k\n"), "{text}");
     let mut foreign = world.socket();
     world.sse("e0.1", &mut foreign);
     let text = read_until(&mut foreign, "resync\",");
-    assert!(
-        text.contains("id: e1.4\nevent: resync\n") && !text.contains("id: e1.1"),
-        "{text}"
-    );
+    assert!(text.contains("id: e1.4\nevent: resync\n") && !text.contains("id: e1.1"), "{text}");
     // One that leaves is noticed.
     drop(socket);
     world.wait_for("it is gone", |s| s.sse_clients == 1);
@@ -701,10 +561,7 @@ fn server_sent_events_carry_cursors_and_resume() {
 
 #[test]
 fn silent_clients_are_closed_and_answering_ones_stay() {
-    let limits = PushLimits {
-        ping_every_ms: 100,
-        ..PushLimits::default()
-    };
+    let limits = PushLimits { ping_every_ms: 100, ..PushLimits::default() };
     let world = World::with(Bus::unopened(), limits);
     let mut silent = world.client("");
     silent.hello();
@@ -713,19 +570,12 @@ fn silent_clients_are_closed_and_answering_ones_stay() {
     let world = Arc::new(world);
     let mut alive = world.client("");
     alive.hello();
-    let reading = spawn(
-        Name::fixed("answers"),
-        SMALL_STACK_BYTES,
-        OnPanic::Contain,
-        move || {
-            // Answers pings while it waits.
-            assert_eq!(alive.ids(1), [1]);
-        },
-    )
+    let reading = spawn(Name::fixed("answers"), SMALL_STACK_BYTES, OnPanic::Contain, move || {
+        // Answers pings while it waits.
+        assert_eq!(alive.ids(1), [1]);
+    })
     .unwrap();
-    world.wait_for("the silent one is closed", |s| {
-        s.closed_silent == 1 && s.websocket_clients == 1
-    });
+    world.wait_for("the silent one is closed", |s| s.closed_silent == 1 && s.websocket_clients == 1);
     let mut text = String::new();
     let mut buffer = [0; 1024];
     while text.matches(": ping\n\n").count() < 3 {
@@ -740,11 +590,7 @@ fn silent_clients_are_closed_and_answering_ones_stay() {
 
 #[test]
 fn a_reader_that_takes_nothing_is_closed_by_time() {
-    let limits = PushLimits {
-        stall_ms: 200,
-        send_buffer_bytes: Some(16 * 1024),
-        ..PushLimits::default()
-    };
+    let limits = PushLimits { stall_ms: 200, send_buffer_bytes: Some(16 * 1024), ..PushLimits::default() };
     let world = World::with(Bus::with_limits(64, 1 << 20), limits);
     let mut stalled = world.client("");
     stalled.hello();
@@ -759,9 +605,7 @@ fn a_reader_that_takes_nothing_is_closed_by_time() {
         assert_eq!(quick.ids(1), [n]);
         std::thread::sleep(Duration::from_millis(2));
     }
-    world.wait_for("it is gone", |s| {
-        s.websocket_clients == 1 && s.blocked_clients == 0
-    });
+    world.wait_for("it is gone", |s| s.websocket_clients == 1 && s.blocked_clients == 0);
     assert!(n > 0);
 }
 
@@ -789,18 +633,13 @@ fn readers_that_hold_too_much_memory_are_closed_by_bytes() {
         })
         .collect();
     world.wait_for("the longest blocked are closed", |s| s.closed_stalled >= 10);
-    world.wait_for("and no more than needed", |s| {
-        s.pinned_bytes <= 2 << 20 && s.websocket_clients >= 1
-    });
+    world.wait_for("and no more than needed", |s| s.pinned_bytes <= 2 << 20 && s.websocket_clients >= 1);
     drop(stalled);
 }
 
 #[test]
 fn a_reconnect_storm_is_served_without_hole_or_double() {
-    let world = Arc::new(World::with(
-        Bus::with_limits(128, 1 << 20),
-        PushLimits::default(),
-    ));
+    let world = Arc::new(World::with(Bus::with_limits(128, 1 << 20), PushLimits::default()));
     for n in 1..=1000 {
         world.keep(json!({ "n": n }));
     }
@@ -809,16 +648,11 @@ fn a_reconnect_storm_is_served_without_hole_or_double() {
         let storm: Vec<Thread> = (0..50)
             .map(|n| {
                 let world = world.clone();
-                spawn(
-                    Name::numbered("storm", n),
-                    SMALL_STACK_BYTES,
-                    OnPanic::Contain,
-                    move || {
-                        let mut client = world.client("e1.1");
-                        client.hello();
-                        assert_eq!(client.ids(head as usize + 49), range(2, head + 50));
-                    },
-                )
+                spawn(Name::numbered("storm", n), SMALL_STACK_BYTES, OnPanic::Contain, move || {
+                    let mut client = world.client("e1.1");
+                    client.hello();
+                    assert_eq!(client.ids(head as usize + 49), range(2, head + 50));
+                })
                 .unwrap()
             })
             .collect();
@@ -827,11 +661,7 @@ fn a_reconnect_storm_is_served_without_hole_or_double() {
             std::thread::sleep(Duration::from_millis(1));
         }
         for client in storm {
-            assert!(
-                client.join_within(LIMIT),
-                "{}",
-                beebox_chatd::dump::threads_page()
-            );
+            assert!(client.join_within(LIMIT), "{}", beebox_chatd::dump::threads_page());
         }
     }
     world.wait_for("all are gone", |s| s.websocket_clients == 0);
@@ -851,33 +681,19 @@ fn a_thousand_subscribers_get_every_event() {
         assert_eq!(client.ids(20), range(1, 20));
     }
     let stats = world.push.stats();
-    assert_eq!(
-        (
-            stats.websocket_clients,
-            stats.frames_sent,
-            stats.store_reads
-        ),
-        (1000, 20_000, 0),
-        "{stats:?}"
-    );
+    assert_eq!((stats.websocket_clients, stats.frames_sent, stats.store_reads), (1000, 20_000, 0), "{stats:?}");
 }
 
 #[test]
 fn too_many_clients_and_a_broken_store_are_refused_in_words() {
-    let limits = PushLimits {
-        clients_max: 2,
-        ..PushLimits::default()
-    };
+    let limits = PushLimits { clients_max: 2, ..PushLimits::default() };
     let world = World::with(Bus::with_limits(4, 1 << 20), limits);
     let refused = |world: &World| {
         let mut socket = world.socket();
         world.sse("", &mut socket);
         let mut text = String::new();
         socket.read_to_string(&mut text).unwrap();
-        assert!(
-            text.starts_with("HTTP/1.1 503 ") && text.contains("Retry-After: 1"),
-            "{text}"
-        );
+        assert!(text.starts_with("HTTP/1.1 503 ") && text.contains("Retry-After: 1"), "{text}");
         let body: Value = serde_json::from_str(text.split_once("\r\n\r\n").unwrap().1).unwrap();
         body["code"].as_str().unwrap().to_owned()
     };
@@ -946,13 +762,8 @@ fn rows_of_another_process_reach_live_clients() {
 
 #[test]
 fn shutdown_says_1001_and_ends_within_its_limit() {
-    let world = World::with(
-        Bus::unopened(),
-        PushLimits {
-            send_buffer_bytes: Some(16 * 1024),
-            ..PushLimits::default()
-        },
-    );
+    let world =
+        World::with(Bus::unopened(), PushLimits { send_buffer_bytes: Some(16 * 1024), ..PushLimits::default() });
     let mut client = world.client("");
     client.hello();
     // One whose socket is full cannot be told.
@@ -973,31 +784,18 @@ fn shutdown_says_1001_and_ends_within_its_limit() {
     }
     let last = world.keep(json!({}));
     assert_eq!(client.ids(1), [last]);
-    let reading = spawn(
-        Name::fixed("reads-close"),
-        SMALL_STACK_BYTES,
-        OnPanic::Contain,
-        move || {
-            assert_eq!(client.close_code(), 1001);
-        },
-    )
+    let reading = spawn(Name::fixed("reads-close"), SMALL_STACK_BYTES, OnPanic::Contain, move || {
+        assert_eq!(client.close_code(), 1001);
+    })
     .unwrap();
-    assert!(
-        world.push.shutdown(Duration::from_secs(3)),
-        "{}",
-        beebox_chatd::dump::threads_page()
-    );
+    assert!(world.push.shutdown(Duration::from_secs(3)), "{}", beebox_chatd::dump::threads_page());
     assert!(reading.join_within(LIMIT));
     // A stream of events just ends, after what was published before.
     sse.read_to_string(&mut text).unwrap();
-    assert!(
-        text.contains(&format!("id: e1.{last}\n")) && text.ends_with("}\n\n"),
-        "{text}"
-    );
+    assert!(text.contains(&format!("id: e1.{last}\n")) && text.ends_with("}\n\n"), "{text}");
     let mut late = world.socket();
     world.sse("", &mut late);
-    late.set_read_timeout(Some(Duration::from_millis(100)))
-        .unwrap();
+    late.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
     let _ = late.read(&mut [0; 64]);
 }
 
@@ -1036,11 +834,7 @@ fn stalled_readers_change_nothing_for_the_others() {
         assert_eq!(quick.ids(1), [n]);
     }
     let stats = world.push.stats();
-    assert_eq!(
-        (stats.blocked_clients, stats.closed_stalled),
-        (100, 0),
-        "{stats:?}"
-    );
+    assert_eq!((stats.blocked_clients, stats.closed_stalled), (100, 0), "{stats:?}");
     // And each of them has everything once it reads on.
     for client in stalled.iter_mut().take(5) {
         client.hello();

@@ -57,6 +57,7 @@ impl Place {
             box_dir: self.0.path().to_owned(),
             env: vec![("CLAUDE_CONFIG_DIR".into(), self.0.path().join("home").into())],
             agent_mark: format!("it:{session}"),
+            allow_tools: false,
         };
         let run = Run::start(spec, Arc::new(Ear(said))).unwrap();
         Live { run, heard, seen: Vec::new(), answer: String::new() }

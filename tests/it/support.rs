@@ -24,6 +24,11 @@ pub const LIMIT: Duration = Duration::from_secs(30);
 /// How much of stderr a failure prints, in bytes.
 const STDERR_SHOWN_BYTES: usize = 8 * 1024;
 
+/// A number from the environment: how much of a test that scales.
+pub fn setting(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |v| v.parse().unwrap_or_else(|_| panic!("{name}={v} is no number")))
+}
+
 /// How to start a server.
 #[derive(Debug, Clone, Default)]
 pub struct Options {

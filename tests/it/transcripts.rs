@@ -8,7 +8,12 @@ use crate::support::{Server, entry_text};
 
 fn fixtures() -> Vec<PathBuf> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/transcripts");
-    let mut all: Vec<_> = std::fs::read_dir(dir).unwrap().flatten().map(|f| f.path()).filter(|p| p.extension().is_some_and(|e| e == "jsonl")).collect();
+    let mut all: Vec<_> = std::fs::read_dir(dir)
+        .unwrap()
+        .flatten()
+        .map(|f| f.path())
+        .filter(|p| p.extension().is_some_and(|e| e == "jsonl"))
+        .collect();
     all.sort();
     assert_eq!(all.len(), 10);
     all
@@ -107,7 +112,12 @@ fn a_message_that_exists_only_as_a_queued_command_shows_once() {
     let prompt = &queued["attachment"]["prompt"];
     let words = prompt.as_str().map_or_else(|| prompt[0]["text"].as_str().unwrap().to_owned(), str::to_owned);
     let history = server.history(&session);
-    let shown: Vec<_> = history["entries"].as_array().unwrap().iter().filter(|e| e["type"] == "user" && entry_text(e).contains(&words)).collect();
+    let shown: Vec<_> = history["entries"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|e| e["type"] == "user" && entry_text(e).contains(&words))
+        .collect();
     assert_eq!(shown.len(), 1, "{words:?} in {history}");
 }
 
@@ -170,5 +180,8 @@ fn media_answers_as_a_browser_needs_them() {
     assert!(head.starts_with("http/1.1 206") && body == photo[10..20], "{head}");
     assert!(head.contains(&format!("content-range: bytes 10-19/{}", photo.len())), "{head}");
     let (head, _) = ask("Range: bytes=99999999-\r\n", "GET");
-    assert!(head.starts_with("http/1.1 416") && head.contains(&format!("content-range: bytes */{}", photo.len())), "{head}");
+    assert!(
+        head.starts_with("http/1.1 416") && head.contains(&format!("content-range: bytes */{}", photo.len())),
+        "{head}"
+    );
 }

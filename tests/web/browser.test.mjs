@@ -403,7 +403,7 @@ describe("the page", { timeout: 400_000 }, () => {
     await until("the very first entry", async () => {
       await w.page.evaluate(() => (document.querySelector("#scroll").scrollTop = 0));
       return (await w.page.locator("#list > li.day + li", { hasText: "Photo 0" }).count()) === 1;
-    }, 30_000);
+    }, 90_000);
     assert.equal(await w.page.locator("#list article").count(), 2000);
     assert.equal(await w.page.locator("#older").isHidden(), true);
     assert.equal(new Set(asked).size, asked.length, "a photo was asked for twice");

@@ -111,9 +111,7 @@ impl Script {
             if rest.starts_with("}}") {
                 return any.then_some(at + 2);
             }
-            let key_len = rest
-                .find(|c: char| !(c.is_ascii_lowercase() || c == '_'))
-                .filter(|len| *len > 0)?;
+            let key_len = rest.find(|c: char| !(c.is_ascii_lowercase() || c == '_')).filter(|len| *len > 0)?;
             let (key, rest) = rest.split_at(key_len);
             at += key_len;
             let mut value = String::new();
@@ -186,14 +184,7 @@ impl Script {
                     _ => return None,
                 });
             }
-            "flood" => {
-                self.flood = Some(
-                    value
-                        .parse()
-                        .ok()
-                        .filter(|n| *n <= ANSWER_BYTES_MAX as u64 / 16)?,
-                )
-            }
+            "flood" => self.flood = Some(value.parse().ok().filter(|n| *n <= ANSWER_BYTES_MAX as u64 / 16)?),
             "late_id_ms" => self.late_id_ms = Some(value.parse().ok()?),
             "say" => self.say = Some(value),
             _ => return None,
@@ -205,10 +196,7 @@ impl Script {
 /// The value after `=`: quoted with `\"`, `\\` and `\n`, or up to a blank or `}}`. And the bytes it took.
 fn value_of(rest: &str) -> Option<(String, usize)> {
     let Some(quoted) = rest.strip_prefix('"') else {
-        let end = rest
-            .find(char::is_whitespace)
-            .unwrap_or(rest.len())
-            .min(rest.find("}}")?);
+        let end = rest.find(char::is_whitespace).unwrap_or(rest.len()).min(rest.find("}}")?);
         return Some((rest[..end].to_owned(), end));
     };
     let mut value = String::new();
@@ -238,26 +226,15 @@ mod tests {
 
     #[test]
     fn directives_leave_the_words_and_stand_anywhere() {
-        let (words, script) =
-            read("hello {{delta_ms=20 deltas=5}} there {{tool hang ignore=both}}");
+        let (words, script) = read("hello {{delta_ms=20 deltas=5}} there {{tool hang ignore=both}}");
         assert_eq!(words, "hello  there");
-        assert_eq!(
-            (script.delta_ms, script.deltas, script.hang),
-            (20, Some(5), true)
-        );
-        assert_eq!(
-            (script.tool.as_deref(), script.interrupts),
-            (Some(""), Some(Interrupts::Ignored))
-        );
+        assert_eq!((script.delta_ms, script.deltas, script.hang), (20, Some(5), true));
+        assert_eq!((script.tool.as_deref(), script.interrupts), (Some(""), Some(Interrupts::Ignored)));
         assert!(script.ignore_sigterm);
-        let (words, script) =
-            read(r#"{{say="two }} words \"quoted\"\nline" die=mid flush_ms=-30 size=9}}"#);
+        let (words, script) = read(r#"{{say="two }} words \"quoted\"\nline" die=mid flush_ms=-30 size=9}}"#);
         assert_eq!(words, "");
         assert_eq!(script.say.as_deref(), Some("two }} words \"quoted\"\nline"));
-        assert_eq!(
-            (script.die, script.flush_ms, script.size),
-            (Some(Die::Mid), Some(-30), Some(9))
-        );
+        assert_eq!((script.die, script.flush_ms, script.size), (Some(Die::Mid), Some(-30), Some(9)));
         assert_eq!(read("{{delay_ms=5}}{{delay_ms=7}}").1.delay_ms, 7);
     }
 

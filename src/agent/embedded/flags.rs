@@ -73,9 +73,7 @@ impl Profile {
     }
 
     pub fn parse(text: &str) -> Option<Self> {
-        [Profile::Current, Profile::Old]
-            .into_iter()
-            .find(|profile| profile.version() == text)
+        [Profile::Current, Profile::Old].into_iter().find(|profile| profile.version() == text)
     }
 }
 
@@ -99,8 +97,7 @@ pub struct Flags {
 /// What `args` say, or text for stdout and the exit code.
 pub fn read_flags(args: Vec<OsString>) -> Result<Flags, (String, i32)> {
     let env = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-    let mut profile =
-        env("BEEBOX_AGENT_PROFILE").unwrap_or_else(|| Profile::Current.version().to_owned());
+    let mut profile = env("BEEBOX_AGENT_PROFILE").unwrap_or_else(|| Profile::Current.version().to_owned());
     let mut flags = Flags {
         start: Start::Fresh,
         profile: Profile::Current,
@@ -108,22 +105,13 @@ pub fn read_flags(args: Vec<OsString>) -> Result<Flags, (String, i32)> {
         permission_mode: "default".to_owned(),
         directives: env("BEEBOX_AGENT_DIRECTIVES").unwrap_or_default(),
     };
-    let mut args = args
-        .into_iter()
-        .map(|arg| arg.to_string_lossy().into_owned());
+    let mut args = args.into_iter().map(|arg| arg.to_string_lossy().into_owned());
     while let Some(arg) = args.next() {
         let (flag, given) = match arg.split_once('=') {
-            Some((flag, value)) if flag.starts_with("--") => {
-                (flag.to_owned(), Some(value.to_owned()))
-            }
+            Some((flag, value)) if flag.starts_with("--") => (flag.to_owned(), Some(value.to_owned())),
             _ => (arg, None),
         };
-        let mut value = || {
-            given
-                .clone()
-                .or_else(|| args.next())
-                .ok_or((format!("error: {flag} needs a value\n"), 1))
-        };
+        let mut value = || given.clone().or_else(|| args.next()).ok_or((format!("error: {flag} needs a value\n"), 1));
         match flag.as_str() {
             "--help" | "-h" => return Err((HELP.to_owned(), 0)),
             "--version" | "-v" => return Err((format!("{profile} (embedded agent)\n"), 0)),
@@ -136,15 +124,12 @@ pub fn read_flags(args: Vec<OsString>) -> Result<Flags, (String, i32)> {
             _ => {}
         }
     }
-    flags.profile = Profile::parse(&profile).ok_or((
-        format!("error: profile {profile} is not 2.1.332 or 2.1.197\n"),
-        1,
-    ))?;
+    flags.profile =
+        Profile::parse(&profile).ok_or((format!("error: profile {profile} is not 2.1.332 or 2.1.197\n"), 1))?;
     match &flags.start {
-        Start::Named(id) | Start::Resume(id) if !crate::ids::is_plain_id(id) => Err((
-            format!("error: session id {id} is not 1 to 64 of A-Z a-z 0-9 _ -\n"),
-            1,
-        )),
+        Start::Named(id) | Start::Resume(id) if !crate::ids::is_plain_id(id) => {
+            Err((format!("error: session id {id} is not 1 to 64 of A-Z a-z 0-9 _ -\n"), 1))
+        }
         Start::Fresh | Start::Named(_) | Start::Resume(_) => Ok(flags),
     }
 }
@@ -171,20 +156,10 @@ mod tests {
             "2.1.197",
         ])
         .unwrap();
-        assert_eq!(
-            (read.start, read.profile),
-            (Start::Named("abc".into()), Profile::Old)
-        );
+        assert_eq!((read.start, read.profile), (Start::Named("abc".into()), Profile::Old));
         assert_eq!(read.permission_mode, "bypassPermissions");
-        assert_eq!(
-            flags(&["--resume", "x"]).unwrap().start,
-            Start::Resume("x".into())
-        );
-        for bad in [
-            &["--resume"][..],
-            &["--session-id", "../x"],
-            &["--profile", "3"],
-        ] {
+        assert_eq!(flags(&["--resume", "x"]).unwrap().start, Start::Resume("x".into()));
+        for bad in [&["--resume"][..], &["--session-id", "../x"], &["--profile", "3"]] {
             assert_eq!(flags(bad).unwrap_err().1, 1, "{bad:?}");
         }
     }
@@ -195,16 +170,11 @@ mod tests {
         let keys = "delay_ms deltas delta_ms size think tool tool_ms error hang die ignore bg_ms flush_ms torn dedup \
                     keep_uuid user_flush_ms own_turn_on_send flood late_id_ms say";
         for key in keys.split(' ') {
-            assert!(
-                HELP.lines().any(|line| line.trim_start().starts_with(key)),
-                "{key}"
-            );
+            assert!(HELP.lines().any(|line| line.trim_start().starts_with(key)), "{key}");
             // And the script knows it.
             let known = ["1", "on", "before", "both"].iter().any(|value| {
                 let mut script = Script::default();
-                script
-                    .take_from(&format!("{{{{{key}={value}}}}}"))
-                    .is_empty()
+                script.take_from(&format!("{{{{{key}={value}}}}}")).is_empty()
             });
             assert!(known, "{key}");
         }

@@ -31,9 +31,7 @@ impl Lines {
     pub fn read(&mut self) -> io::Result<()> {
         let from = self.buffer.len();
         self.buffer.resize(from + READ_BYTES, 0);
-        let count = rustix::io::retry_on_intr(|| {
-            rustix::io::read(rustix::stdio::stdin(), &mut self.buffer[from..])
-        });
+        let count = rustix::io::retry_on_intr(|| rustix::io::read(rustix::stdio::stdin(), &mut self.buffer[from..]));
         self.buffer.truncate(from + count.unwrap_or(0));
         if count? == 0 {
             self.ended = true;
@@ -43,13 +41,9 @@ impl Lines {
             return Ok(());
         }
         let mut scanned = from;
-        while let Some(at) = self.buffer[scanned..]
-            .iter()
-            .position(|byte| *byte == b'\n')
-        {
+        while let Some(at) = self.buffer[scanned..].iter().position(|byte| *byte == b'\n') {
             let rest = self.buffer.split_off(scanned + at + 1);
-            self.ready
-                .push_back(std::mem::replace(&mut self.buffer, rest));
+            self.ready.push_back(std::mem::replace(&mut self.buffer, rest));
             scanned = 0;
         }
         if self.buffer.is_empty() && self.buffer.capacity() > KEPT_BYTES_MAX {
@@ -167,10 +161,7 @@ pub fn parse(line: &[u8], defaults: &Script) -> Result<Asked, serde_json::Error>
             }
         }
         (Some("control_response"), _) => match line.response {
-            Some(LineResponse {
-                request_id: Some(request_id),
-                response,
-            }) => Asked::Answered {
+            Some(LineResponse { request_id: Some(request_id), response }) => Asked::Answered {
                 request_id,
                 allowed: response.and_then(|verdict| verdict.behavior).as_deref() == Some("allow"),
             },
@@ -194,31 +185,15 @@ fn message(uuid: Option<String>, content: &str, defaults: &Script) -> Incoming {
                 text.push_str(&part);
             }
             if block.kind.as_deref() == Some("image") {
-                let source = block.source.unwrap_or(Source {
-                    media_type: None,
-                    data: None,
-                });
-                let mime = source
-                    .media_type
-                    .unwrap_or_else(|| "unknown type".to_owned());
-                photos.push(Photo::read(
-                    &mime,
-                    source.data.as_deref().unwrap_or_default(),
-                ));
+                let source = block.source.unwrap_or(Source { media_type: None, data: None });
+                let mime = source.media_type.unwrap_or_else(|| "unknown type".to_owned());
+                photos.push(Photo::read(&mime, source.data.as_deref().unwrap_or_default()));
             }
         }
     }
     let mut script = defaults.clone();
     let words = script.take_from(&text);
-    Incoming {
-        uuid,
-        content: content.to_owned(),
-        text,
-        words,
-        script,
-        photos,
-        at_ms: crate::clock::now_ms(),
-    }
+    Incoming { uuid, content: content.to_owned(), text, words, script, photos, at_ms: crate::clock::now_ms() }
 }
 
 /// Several messages as the one the agent makes of them: strings joined by a line feed, else all their blocks.
@@ -235,39 +210,21 @@ pub fn merge(messages: Vec<Incoming>, defaults: &Script) -> Option<(Incoming, Ve
         let content = if before.content.starts_with('"') && next.content.starts_with('"') {
             json::quoted(&text)
         } else {
-            format!(
-                "[{}]",
-                [inner_blocks(&before.content), inner_blocks(&next.content)].join(",")
-            )
+            format!("[{}]", [inner_blocks(&before.content), inner_blocks(&next.content)].join(","))
         };
         let mut script = defaults.clone();
         let words = script.take_from(&text);
         let photos = before.photos.into_iter().chain(next.photos).collect();
-        merged = Some(Incoming {
-            uuid: next.uuid,
-            content,
-            text,
-            words,
-            script,
-            photos,
-            at_ms: before.at_ms,
-        });
+        merged = Some(Incoming { uuid: next.uuid, content, text, words, script, photos, at_ms: before.at_ms });
     }
     Some((merged?, earlier))
 }
 
 /// A content's blocks without their brackets; a string becomes one text block.
 fn inner_blocks(content: &str) -> String {
-    match content
-        .trim()
-        .strip_prefix('[')
-        .and_then(|rest| rest.strip_suffix(']'))
-    {
+    match content.trim().strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
         Some(blocks) => blocks.trim().to_owned(),
-        None => json::Obj::new()
-            .str("type", "text")
-            .raw("text", content)
-            .end(),
+        None => json::Obj::new().str("type", "text").raw("text", content).end(),
     }
 }
 
@@ -287,20 +244,11 @@ mod tests {
         let one = incoming(
             r#"{"uuid":"u","type":"user","message":{"role":"user","content":[{"type":"text","text":"see {{think}}"},{"type":"image","source":{"type":"base64","media_type":"image/png","data":"QUJD"}}]}}"#,
         );
-        assert_eq!(
-            (one.uuid.as_deref(), one.words.as_str(), one.photos[0].bytes),
-            (Some("u"), "see", 3)
-        );
+        assert_eq!((one.uuid.as_deref(), one.words.as_str(), one.photos[0].bytes), (Some("u"), "see", 3));
         assert!(one.script.think.is_some());
         for (line, right) in [
-            (
-                r#"{"type":"control_request","request_id":"r","request":{"subtype":"interrupt"}}"#,
-                "interrupt",
-            ),
-            (
-                r#"{"type":"control_request","request_id":"r","request":{"subtype":"initialize"}}"#,
-                "control",
-            ),
+            (r#"{"type":"control_request","request_id":"r","request":{"subtype":"interrupt"}}"#, "interrupt"),
+            (r#"{"type":"control_request","request_id":"r","request":{"subtype":"initialize"}}"#, "control"),
             (r#"{"type":"keep_alive"}"#, "nothing"),
             (r#"{"type":"user"}"#, "nothing"),
             (r#"{"type":"user","message":5}"#, "nothing"),
@@ -325,21 +273,13 @@ mod tests {
     fn waiting_messages_become_one_with_the_last_uuid() {
         let one = incoming(r#"{"type":"user","uuid":"a","message":{"content":"one"}}"#);
         let two = incoming(r#"{"type":"user","uuid":"b","message":{"content":"two {{hang}}"}}"#);
-        let three = incoming(
-            r#"{"type":"user","uuid":"c","message":{"content":[{"type":"text","text":"three"}]}}"#,
-        );
+        let three = incoming(r#"{"type":"user","uuid":"c","message":{"content":[{"type":"text","text":"three"}]}}"#);
         let (merged, earlier) = merge(vec![one.clone(), two.clone()], &Script::default()).unwrap();
-        assert_eq!(
-            (merged.uuid.as_deref(), merged.content.as_str()),
-            (Some("b"), r#""one\ntwo {{hang}}""#)
-        );
+        assert_eq!((merged.uuid.as_deref(), merged.content.as_str()), (Some("b"), r#""one\ntwo {{hang}}""#));
         assert_eq!((earlier, merged.script.hang), (vec!["a".to_owned()], true));
         let (merged, earlier) = merge(vec![one, two, three], &Script::default()).unwrap();
         assert_eq!(earlier, ["a", "b"]);
-        assert_eq!(
-            merged.content,
-            r#"[{"type":"text","text":"one\ntwo {{hang}}"},{"type":"text","text":"three"}]"#
-        );
+        assert_eq!(merged.content, r#"[{"type":"text","text":"one\ntwo {{hang}}"},{"type":"text","text":"three"}]"#);
         assert!(merge(Vec::new(), &Script::default()).is_none());
     }
 }

@@ -113,8 +113,7 @@ impl Obj {
 
     /// The finished object.
     pub fn end(mut self) -> String {
-        self.text
-            .push_str(if self.text.is_empty() { "{}" } else { "}" });
+        self.text.push_str(if self.text.is_empty() { "{}" } else { "}" });
         self.text
     }
 }
@@ -125,12 +124,7 @@ mod tests {
 
     #[test]
     fn keys_keep_their_order_and_strings_are_escaped() {
-        let text = Obj::new()
-            .str("z", "a\"\\\n\u{1}é")
-            .raw("a", 5)
-            .str_or_null("n", None)
-            .str_if("no", None)
-            .end();
+        let text = Obj::new().str("z", "a\"\\\n\u{1}é").raw("a", 5).str_or_null("n", None).str_if("no", None).end();
         assert_eq!(text, "{\"z\":\"a\\\"\\\\\\n\\u0001é\",\"a\":5,\"n\":null}");
         let back: serde_json::Value = serde_json::from_str(&text).unwrap();
         assert_eq!(back["z"], "a\"\\\n\u{1}é");

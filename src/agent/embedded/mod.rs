@@ -46,6 +46,7 @@ enum Stop {
 
 /// The agent's life on stdin and stdout; returns its exit code.
 pub fn main(args: Vec<OsString>) -> i32 {
+    crate::faults::this_is_an_agent();
     let flags = match read_flags(args) {
         Ok(flags) => flags,
         Err((text, 0)) => {
@@ -103,19 +104,12 @@ impl Agent {
         let mortal = Arc::new(AtomicBool::new(true));
         // The handler ends the process itself: also one that is blocked on a full pipe goes at once.
         let sigterm = signal_hook::consts::SIGTERM;
-        if let Err(e) = signal_hook::flag::register_conditional_shutdown(
-            sigterm,
-            EXIT_SIGTERM,
-            Arc::clone(&mortal),
-        ) {
+        if let Err(e) = signal_hook::flag::register_conditional_shutdown(sigterm, EXIT_SIGTERM, Arc::clone(&mortal)) {
             log_line(&format!("cannot handle SIGTERM: {e}"));
         }
-        let home = std::env::var_os("CLAUDE_CONFIG_DIR")
-            .filter(|dir| !dir.is_empty())
-            .map(PathBuf::from);
+        let home = std::env::var_os("CLAUDE_CONFIG_DIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
         let home = home.unwrap_or_else(|| {
-            PathBuf::from(std::env::var_os("HOME").unwrap_or_else(|| OsString::from("/")))
-                .join(".claude")
+            PathBuf::from(std::env::var_os("HOME").unwrap_or_else(|| OsString::from("/"))).join(".claude")
         });
         let cwd = match std::env::current_dir() {
             Ok(dir) => dir.to_string_lossy().into_owned(),
@@ -126,13 +120,8 @@ impl Agent {
         };
         let mut out = Out::new()?;
         let profile = flags.profile;
-        let mut session = Session {
-            id: String::new(),
-            cwd,
-            profile,
-            model: flags.model,
-            permission_mode: flags.permission_mode,
-        };
+        let mut session =
+            Session { id: String::new(), cwd, profile, model: flags.model, permission_mode: flags.permission_mode };
         let transcript = match flags.start {
             Start::Fresh => {
                 session.id = fresh();
@@ -152,10 +141,7 @@ impl Agent {
                     Some(Ok(transcript)) => transcript,
                     None => return Err(no_conversation(&session, &mut out)),
                     Some(Err(e)) => {
-                        log_line(&format!(
-                            "Error: cannot read conversation {}: {e}",
-                            session.id
-                        ));
+                        log_line(&format!("Error: cannot read conversation {}: {e}", session.id));
                         return Err(Stop::Exit(1));
                     }
                 }
@@ -207,18 +193,13 @@ impl Agent {
                 self.background_turn(None, fate == OwnTurn::Fold)?;
             } else if !self.waiting.is_empty() {
                 self.user_turn()?;
-            } else if let Some(at) = self
-                .background
-                .iter()
-                .position(|task| task.due <= Instant::now())
-            {
+            } else if let Some(at) = self.background.iter().position(|task| task.due <= Instant::now()) {
                 let task = self.background.swap_remove(at);
                 self.background_turn(Some(task), false)?;
             } else if self.lines.ended {
                 self.transcript.flush_all();
                 if self.results > 0 && self.session.profile == Profile::Current {
-                    self.transcript
-                        .append(self.session.cost_state(self.total_cost_usd));
+                    self.transcript.append(self.session.cost_state(self.total_cost_usd));
                 }
                 return Ok(i32::from(self.last_failed));
             } else {
@@ -269,10 +250,7 @@ impl Agent {
     /// One poll of stdin until `until` or until a late batch is due, which is then written.
     fn poll_once(&mut self, until: Option<Instant>) -> Result<(), Stop> {
         self.out.flush()?;
-        let due = [until, self.transcript.next_due()]
-            .into_iter()
-            .flatten()
-            .min();
+        let due = [until, self.transcript.next_due()].into_iter().flatten().min();
         let timeout = due.map(|due| {
             let left = due.saturating_duration_since(Instant::now());
             Timespec {
@@ -282,11 +260,7 @@ impl Agent {
         });
         let stdin = rustix::stdio::stdin();
         let mut fds = [PollFd::new(&stdin, PollFlags::IN)];
-        let fds = if self.lines.ended {
-            &mut fds[..0]
-        } else {
-            &mut fds[..]
-        };
+        let fds = if self.lines.ended { &mut fds[..0] } else { &mut fds[..] };
         let readable = match poll(fds, timeout.as_ref()) {
             Ok(count) => count > 0,
             Err(rustix::io::Errno::INTR) => false,
@@ -319,10 +293,7 @@ impl Agent {
         let asked = match input::parse(line, &self.defaults) {
             Ok(asked) => asked,
             Err(e) => {
-                log_line(&format!(
-                    "Error parsing streaming input line ({} chars): {e}",
-                    line.trim_ascii().len()
-                ));
+                log_line(&format!("Error parsing streaming input line ({} chars): {e}", line.trim_ascii().len()));
                 return Err(Stop::Exit(1));
             }
         };
@@ -337,10 +308,7 @@ impl Agent {
                 Some(Interrupts::OnlyAnswered) | None => self.answer(&request_id),
             },
             Asked::Control { request_id } => self.answer(&request_id),
-            Asked::Answered {
-                request_id,
-                allowed,
-            } => {
+            Asked::Answered { request_id, allowed } => {
                 self.verdicts.push((request_id, allowed));
                 Ok(())
             }
@@ -349,22 +317,14 @@ impl Agent {
     }
 
     fn answer(&mut self, request_id: &str) -> Result<(), Stop> {
-        let queued: Vec<String> = self
-            .waiting
-            .iter()
-            .filter_map(|message| message.uuid.clone())
-            .collect();
-        self.out
-            .line(self.session.control_response(request_id, &queued))
+        let queued: Vec<String> = self.waiting.iter().filter_map(|message| message.uuid.clone()).collect();
+        self.out.line(self.session.control_response(request_id, &queued))
     }
 
     fn take_message(&mut self, message: Incoming) -> Result<(), Stop> {
         self.lasting(&message.script);
         if let Some(uuid) = &message.uuid {
-            let (seen, known) = (
-                self.seen.contains(uuid),
-                self.transcript.known.contains(uuid),
-            );
+            let (seen, known) = (self.seen.contains(uuid), self.transcript.known.contains(uuid));
             // A repeat within one process is dropped without a word; one that the transcript knows is told once.
             match self.dedup {
                 Dedup::Told if known && !seen => {
@@ -380,9 +340,7 @@ impl Agent {
         }
         // A session that gets its id later leaves no file under the first one.
         if message.script.late_id_ms.is_none() {
-            let enqueue = self
-                .session
-                .queue_operation("enqueue", |obj| obj.str("content", &message.text));
+            let enqueue = self.session.queue_operation("enqueue", |obj| obj.str("content", &message.text));
             self.transcript.append(enqueue);
         }
         if self.interrupts.is_none() {

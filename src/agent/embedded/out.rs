@@ -21,11 +21,7 @@ pub struct Out {
 impl Out {
     pub fn new() -> Result<Self, Stop> {
         match std::io::stdout().as_fd().try_clone_to_owned() {
-            Ok(fd) => Ok(Self {
-                pipe: File::from(fd),
-                held: Vec::new(),
-                holding: false,
-            }),
+            Ok(fd) => Ok(Self { pipe: File::from(fd), held: Vec::new(), holding: false }),
             Err(e) => {
                 log_line(&format!("Error: no stdout: {e}"));
                 Err(Stop::Exit(1))
@@ -36,11 +32,7 @@ impl Out {
     pub fn line(&mut self, mut line: String) -> Result<(), Stop> {
         line.push('\n');
         self.held.extend_from_slice(line.as_bytes());
-        if self.holding && self.held.len() < HELD_BYTES_MAX {
-            Ok(())
-        } else {
-            self.flush()
-        }
+        if self.holding && self.held.len() < HELD_BYTES_MAX { Ok(()) } else { self.flush() }
     }
 
     pub fn flush(&mut self) -> Result<(), Stop> {

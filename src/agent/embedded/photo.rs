@@ -16,11 +16,7 @@ impl Photo {
     /// Reads the photo in `base64`.
     pub fn read(mime: &str, base64: &str) -> Self {
         let peek = Peek(base64.trim_end_matches('=').as_bytes());
-        Self {
-            mime: mime.to_owned(),
-            bytes: peek.len(),
-            dimensions: dimensions(&peek),
-        }
+        Self { mime: mime.to_owned(), bytes: peek.len(), dimensions: dimensions(&peek) }
     }
 
     /// `image/png, 1234 bytes, 640 x 480`.
@@ -51,9 +47,7 @@ impl Peek<'_> {
     }
 
     fn starts_with(&self, from: usize, text: &[u8]) -> bool {
-        text.iter()
-            .enumerate()
-            .all(|(i, byte)| self.byte(from + i) == Some(u32::from(*byte)))
+        text.iter().enumerate().all(|(i, byte)| self.byte(from + i) == Some(u32::from(*byte)))
     }
 
     /// `count` bytes from `at`, most significant first.
@@ -63,9 +57,7 @@ impl Peek<'_> {
 
     /// `count` bytes from `at`, least significant first.
     fn little(&self, at: usize, count: usize) -> Option<u32> {
-        (at..at + count)
-            .rev()
-            .try_fold(0, |sum, i| Some(sum << 8 | self.byte(i)?))
+        (at..at + count).rev().try_fold(0, |sum, i| Some(sum << 8 | self.byte(i)?))
     }
 }
 
@@ -144,30 +136,14 @@ mod tests {
         assert_eq!((photo.bytes, photo.dimensions), (70, Some((1, 1))));
         assert_eq!(photo.words(), "image/png, 70 bytes, 1 x 1");
         // GIF89a, 3 x 2.
-        assert_eq!(
-            Photo::read("image/gif", "R0lGODlhAwACAA==").dimensions,
-            Some((3, 2))
-        );
+        assert_eq!(Photo::read("image/gif", "R0lGODlhAwACAA==").dimensions, Some((3, 2)));
         // JPEG: SOI, APP0 of 4 bytes, SOF0 with 16 rows and 32 columns.
-        assert_eq!(
-            Photo::read("image/jpeg", "/9j/4AAEAAD/wAALCAAQACAB").dimensions,
-            Some((32, 16))
-        );
+        assert_eq!(Photo::read("image/jpeg", "/9j/4AAEAAD/wAALCAAQACAB").dimensions, Some((32, 16)));
     }
 
     #[test]
     fn strange_input_has_no_dimensions_and_does_not_panic() {
-        for text in [
-            "",
-            "=",
-            "A",
-            "AA",
-            "!!!!",
-            "/9j/",
-            "/9j/4AAA",
-            "iVBORw0KGgo=",
-            "UklGRgAAAABXRUJQVlA4WA==",
-        ] {
+        for text in ["", "=", "A", "AA", "!!!!", "/9j/", "/9j/4AAA", "iVBORw0KGgo=", "UklGRgAAAABXRUJQVlA4WA=="] {
             assert_eq!(Photo::read("image/x", text).dimensions, None, "{text}");
         }
         assert_eq!(Photo::read("image/x", "QQ==").bytes, 1);

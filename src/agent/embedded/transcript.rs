@@ -25,9 +25,7 @@ pub fn slug(cwd: &str) -> String {
         }
     }
     if slug.len() > SLUG_UNITS_MAX {
-        let hash = cwd.encode_utf16().fold(0i32, |h, unit| {
-            h.wrapping_mul(31).wrapping_add(i32::from(unit))
-        });
+        let hash = cwd.encode_utf16().fold(0i32, |h, unit| h.wrapping_mul(31).wrapping_add(i32::from(unit)));
         slug.truncate(SLUG_UNITS_MAX);
         slug.push('-');
         slug.push_str(&base36(hash.unsigned_abs()));
@@ -44,11 +42,7 @@ fn base36(mut number: u32) -> String {
             break;
         }
     }
-    digits
-        .iter()
-        .rev()
-        .map(|digit| char::from(*digit))
-        .collect()
+    digits.iter().rev().map(|digit| char::from(*digit)).collect()
 }
 
 /// The file of `session`: in the folder of `cwd`, else in whichever project folder has it.
@@ -59,10 +53,7 @@ pub fn find(home: &Path, cwd: &str, session: &str) -> Option<PathBuf> {
         return Some(own);
     }
     let folders = std::fs::read_dir(home.join("projects")).ok()?;
-    folders
-        .flatten()
-        .map(|folder| folder.path().join(&name))
-        .find(|path| path.is_file())
+    folders.flatten().map(|folder| folder.path().join(&name)).find(|path| path.is_file())
 }
 
 /// A session's file, opened at the first batch.
@@ -90,22 +81,11 @@ struct Past {
 impl Transcript {
     /// A session whose file does not exist yet.
     pub fn fresh(home: &Path, cwd: &str, session: &str) -> Self {
-        Self::at(
-            home.join("projects")
-                .join(slug(cwd))
-                .join(format!("{session}.jsonl")),
-        )
+        Self::at(home.join("projects").join(slug(cwd)).join(format!("{session}.jsonl")))
     }
 
     fn at(path: PathBuf) -> Self {
-        Self {
-            path,
-            file: None,
-            late: VecDeque::new(),
-            leaf: None,
-            known: HashSet::new(),
-            turns: 0,
-        }
+        Self { path, file: None, late: VecDeque::new(), leaf: None, known: HashSet::new(), turns: 0 }
     }
 
     /// A session that goes on in `path`; lines that cannot be read are passed over.
@@ -181,25 +161,28 @@ impl Transcript {
 
     fn try_write(&mut self, lines: &str) -> std::io::Result<()> {
         if let Some(file) = &mut self.file {
-            return file.write_all(lines.as_bytes());
+            return write_lines(file, lines);
         }
         if let Some(folder) = self.path.parent() {
             std::fs::create_dir_all(folder)?;
         }
-        let mut file = OpenOptions::new()
-            .read(true)
-            .append(true)
-            .create(true)
-            .mode(0o600)
-            .open(&self.path)?;
+        let mut file = OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(&self.path)?;
         let torn = ends_torn(&mut file)?;
         let file = self.file.insert(file);
-        if torn {
-            file.write_all(format!("\n{lines}").as_bytes())
-        } else {
-            file.write_all(lines.as_bytes())
-        }
+        if torn { write_lines(file, &format!("\n{lines}")) } else { write_lines(file, lines) }
     }
+}
+
+/// One write, unless a test wants to be between its halves.
+fn write_lines(file: &mut File, lines: &str) -> std::io::Result<()> {
+    let bytes = lines.as_bytes();
+    if !crate::faults::is_armed("mid_line") {
+        return file.write_all(bytes);
+    }
+    let (first, rest) = bytes.split_at(bytes.len() / 2);
+    file.write_all(first)?;
+    crate::faults::point("mid_line");
+    file.write_all(rest)
 }
 
 fn ends_torn(file: &mut File) -> std::io::Result<bool> {
@@ -225,24 +208,15 @@ mod tests {
 
     #[test]
     fn the_folder_is_named_after_the_working_directory() {
-        for (cwd, name) in [
-            ("/srv/box", "-srv-box"),
-            ("/a_b/c.d é", "-a-b-c-d--"),
-            ("/😀", "---"),
-        ] {
+        for (cwd, name) in [("/srv/box", "-srv-box"), ("/a_b/c.d é", "-a-b-c-d--"), ("/😀", "---")] {
             assert_eq!(slug(cwd), name, "{cwd}");
         }
         // As both versions of the real program named it.
-        let parts: Vec<String> = (0..10)
-            .map(|i| format!("dir_name.{i:02}-abcdefghijklmnop"))
-            .collect();
+        let parts: Vec<String> = (0..10).map(|i| format!("dir_name.{i:02}-abcdefghijklmnop")).collect();
         let cut = slug(&format!("/tmp/real/{}", parts.join("/")));
         assert!(cut.ends_with("-dir-name-06-abcd-ad8hvk"), "{cut}");
         let long = slug(&format!("/{}", "x".repeat(300)));
-        assert!(
-            long.starts_with(&format!("-{}-", "x".repeat(199))),
-            "{long}"
-        );
+        assert!(long.starts_with(&format!("-{}-", "x".repeat(199))), "{long}");
     }
 
     #[test]
@@ -258,17 +232,10 @@ mod tests {
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "{\"a\":1}\n");
         one.flush_all();
         one.tear("{\"torn\":true}\n");
-        assert_eq!(
-            std::fs::read_to_string(&path).unwrap(),
-            "{\"a\":1}\n{\"b\":2}\n{\"c\":3}\n{\"torn\""
-        );
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "{\"a\":1}\n{\"b\":2}\n{\"c\":3}\n{\"torn\"");
         let mut again = Transcript::resumed(path.clone()).unwrap();
         again.append("{\"type\":\"user\",\"uuid\":\"u1\",\"promptSource\":\"sdk\"}\n".into());
-        assert!(
-            std::fs::read_to_string(&path)
-                .unwrap()
-                .contains("{\"torn\"\n{\"type\"")
-        );
+        assert!(std::fs::read_to_string(&path).unwrap().contains("{\"torn\"\n{\"type\""));
         let again = Transcript::resumed(path).unwrap();
         assert!(again.known.contains("u1"));
         assert_eq!((again.turns, again.leaf.as_deref()), (1, Some("u1")));

@@ -39,8 +39,12 @@ impl Pump {
     pub(super) fn close(&mut self) {
         self.shared.closed.store(true, Ordering::Release);
         if matches!(self.ladder, Ladder::Open) {
+            self.hold_tools();
             self.end_stdin();
             self.ladder = Ladder::StdinEnded(Instant::now() + STDIN_GRACE);
+            if crate::faults::planted("run_ended_before_reap") && self.exit.is_none() {
+                self.tell_end();
+            }
         }
     }
 
@@ -56,6 +60,13 @@ impl Pump {
         self.end_stdin();
     }
 
+    /// Whom the agent started for the turn under way: when it is gone, nobody could find them any more.
+    fn hold_tools(&mut self) {
+        if let (Some(agent), None, true) = (&self.agent, &self.exit, self.tracker.is_busy()) {
+            self.tools.add(agent.tools());
+        }
+    }
+
     fn end_stdin(&mut self) {
         self.outbox.clear();
         self.due.clear();
@@ -69,6 +80,7 @@ impl Pump {
         let now = Instant::now();
         match self.ladder {
             Ladder::StdinEnded(due) if due <= now && self.exit.is_none() => {
+                self.hold_tools();
                 if let Some(agent) = &self.agent {
                     agent.terminate();
                 }
@@ -123,10 +135,46 @@ impl Pump {
             return;
         };
         self.exit = Some(status);
+        // It had its chance to end them itself.
+        std::mem::take(&mut self.tools).kill();
         self.shared.pid.store(0, Ordering::Release);
         self.close();
         if self.agent.as_ref().is_some_and(|agent| agent.stdout.is_some()) {
             self.drain_until = Some(Instant::now() + ORPHAN_GRACE);
+        }
+    }
+
+    /// The report of the end.
+    fn tell_end(&mut self) {
+        let asked = self.shared.asked.load(Ordering::Acquire);
+        let exit = match (&self.agent, self.exit) {
+            (Some(_), Some(status)) => exit_words(status),
+            (Some(_), None) => "ended".to_owned(),
+            (None, _) => "not started".to_owned(),
+        };
+        let stderr_tail = self.error_text.tail();
+        let spoke = self.tracker.spoke();
+        let mut start_error = self.start_error.take();
+        if start_error.is_none() && !spoke && !asked && self.agent.is_some() {
+            start_error = Some(explain_early_end(&exit, &stderr_tail, &self.errors));
+        }
+        if self.exit.is_some() {
+            // The descriptors go first: whoever hears of the end may count them.
+            self.agent = None;
+        }
+        let end = RunEnd {
+            run: self.spec.run,
+            spoke,
+            start_error,
+            asked,
+            exit,
+            stderr_tail,
+            errors: std::mem::take(&mut self.errors),
+        };
+        // A panic while unwinding would abort the process.
+        let listener = &self.listener;
+        if catch_unwind(AssertUnwindSafe(|| listener.ended(end))).is_err() {
+            log::error!("{}: the listener of a run's end panicked", self.spec.run);
         }
     }
 
@@ -148,33 +196,6 @@ impl Drop for Pump {
             self.exit = agent.wait();
         }
         self.shared.pid.store(0, Ordering::Release);
-        let asked = self.shared.asked.load(Ordering::Acquire);
-        let exit = match (&self.agent, self.exit) {
-            (Some(_), Some(status)) => exit_words(status),
-            (Some(_), None) => "ended".to_owned(),
-            (None, _) => "not started".to_owned(),
-        };
-        let stderr_tail = self.error_text.tail();
-        let spoke = self.tracker.spoke();
-        let mut start_error = self.start_error.take();
-        if start_error.is_none() && !spoke && !asked && self.agent.is_some() {
-            start_error = Some(explain_early_end(&exit, &stderr_tail, &self.errors));
-        }
-        // The descriptors go first: whoever hears of the end may count them.
-        self.agent = None;
-        let end = RunEnd {
-            run: self.spec.run,
-            spoke,
-            start_error,
-            asked,
-            exit,
-            stderr_tail,
-            errors: std::mem::take(&mut self.errors),
-        };
-        // A panic while unwinding would abort the process.
-        let listener = &self.listener;
-        if catch_unwind(AssertUnwindSafe(|| listener.ended(end))).is_err() {
-            log::error!("{}: the listener of a run's end panicked", self.spec.run);
-        }
+        self.tell_end();
     }
 }

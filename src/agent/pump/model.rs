@@ -42,19 +42,22 @@ fn live(spec: &RunSpec, listener: &dyn RunListener, shared: &Arc<Shared>, orders
             if fate == Fate::Dies {
                 return spoke;
             }
-            listener.fact(spec.run, RunFact::TurnEnded(TurnEnd {
-                turn: turn.turn,
-                ours: true,
-                is_error: false,
-                subtype: "success".into(),
-                errors: Vec::new(),
-                interrupted: false,
-                had_it_already: false,
-                last_assistant_uuid: None,
-                duration_ms: None,
-                num_turns: None,
-                total_cost_usd: None,
-            }));
+            listener.fact(
+                spec.run,
+                RunFact::TurnEnded(TurnEnd {
+                    turn: turn.turn,
+                    ours: true,
+                    is_error: false,
+                    subtype: "success".into(),
+                    errors: Vec::new(),
+                    interrupted: false,
+                    had_it_already: false,
+                    last_assistant_uuid: None,
+                    duration_ms: None,
+                    num_turns: None,
+                    total_cost_usd: None,
+                }),
+            );
         }
         if shared.is_closed() {
             return spoke;

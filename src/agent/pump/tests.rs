@@ -81,11 +81,19 @@ struct Setting {
     panic_on_spoke: bool,
     program: Option<Vec<OsString>>,
     resume: bool,
+    allow_tools: bool,
 }
 
 impl Default for Setting {
     fn default() -> Self {
-        Self { prepare: Ok(()), durable: Box::new(|_| true), panic_on_spoke: false, program: None, resume: false }
+        Self {
+            prepare: Ok(()),
+            durable: Box::new(|_| true),
+            panic_on_spoke: false,
+            program: None,
+            resume: false,
+            allow_tools: false,
+        }
     }
 }
 
@@ -115,6 +123,7 @@ impl Stage {
             box_dir: dir.path().to_owned(),
             env: vec![("EXTRA".into(), "extra value".into())],
             agent_mark: mark.clone(),
+            allow_tools: setting.allow_tools,
         };
         let run = Run::start(spec, Arc::new(listener)).unwrap();
         Stage { run, heard: ear, mark, _dir: dir }
@@ -267,6 +276,18 @@ fn an_agent_that_ignores_sigterm_is_killed_with_its_tools() {
     stage.run.close();
     let end = stage.end();
     assert_eq!((end.exit.as_str(), end.asked), ("signal 9", true));
+}
+
+#[test]
+fn an_agent_that_goes_without_its_tools_has_them_ended() {
+    // 2.1.197 does so on SIGTERM.
+    let stage = Stage::new(r#"init; sleep 600 </dev/null >/dev/null 2>&1 & echo $! >&2; say up; wait"#);
+    stage.until(|heard| matches!(heard, Heard::Fact(RunFact::AgentTurnBegan { .. })).then_some(()));
+    stage.run.close();
+    let end = stage.end();
+    assert_eq!(end.exit, "signal 15");
+    let tool: u32 = end.stderr_tail.trim().parse().unwrap();
+    assert!(crate::load::proc::exited_within(tool, LIMIT));
 }
 
 #[test]
@@ -450,6 +471,21 @@ fn a_question_about_a_tool_is_answered_no() {
     assert_eq!(answers[0]["response"]["response"]["behavior"], "deny");
     assert!(answers[0]["response"]["response"]["message"].as_str().unwrap().contains("Bash"));
     assert_eq!(answers[1]["response"]["subtype"], "error");
+}
+
+#[test]
+fn a_question_about_a_tool_is_answered_yes_where_the_setting_says_so() {
+    let script = r#"read -r turn; init; printf '{"type":"control_request","request_id":"q1","request":{"subtype":"can_use_tool","tool_name":"Bash","input":{"command":"x \\ud83d"}}}\n'
+        read -r a; printf '%s\n' "$a" >&2; result; cat >/dev/null"#;
+    let stage = Stage::with(script, Setting { allow_tools: true, ..Setting::default() });
+    stage.send("x");
+    stage.turn_end();
+    stage.run.close();
+    let said = stage.end().stderr_tail;
+    let answer: serde_json::Value = serde_json::from_str(said.trim()).unwrap();
+    let verdict = &answer["response"]["response"];
+    assert_eq!((&answer["response"]["request_id"], &verdict["behavior"]), (&"q1".into(), &"allow".into()));
+    assert_eq!(verdict["updatedInput"]["command"], "x \u{fffd}", "the input comes back, made readable");
 }
 
 #[test]

@@ -4,6 +4,8 @@
 
 use std::time::{Duration, Instant};
 
+use serde_json::value::RawValue;
+
 use super::{Ladder, Pump};
 use crate::agent::adapt::{Fate, adapt};
 use crate::agent::turns::Step;
@@ -52,8 +54,8 @@ impl Pump {
                 }
             }
         }
-        if let AgentMessage::ControlRequest { request_id, subtype, tool_name } = &message {
-            self.answer(request_id, subtype, tool_name.as_deref());
+        if let AgentMessage::ControlRequest { request_id, subtype, tool_name, input } = &message {
+            self.answer(request_id, subtype, tool_name.as_deref(), input.as_deref());
         }
         match adapt(message) {
             Fate::Show(msg) => match self.tracker.current().cloned() {
@@ -70,12 +72,12 @@ impl Pump {
         }
     }
 
-    fn answer(&mut self, request_id: &str, subtype: &str, tool_name: Option<&str>) {
+    fn answer(&mut self, request_id: &str, subtype: &str, tool_name: Option<&str>, input: Option<&RawValue>) {
         if matches!(self.ladder, Ladder::Open) {
-            let line = if subtype == "can_use_tool" {
-                content::deny_line(request_id, tool_name.unwrap_or("asked for"))
-            } else {
-                content::refuse_line(request_id, subtype)
+            let line = match subtype {
+                "can_use_tool" if self.spec.allow_tools => content::allow_line(request_id, input),
+                "can_use_tool" => content::deny_line(request_id, tool_name.unwrap_or("asked for")),
+                _ => content::refuse_line(request_id, subtype),
             };
             self.outbox.push(line, false);
         }
@@ -123,6 +125,7 @@ impl Pump {
                 if self.exit.is_some() && self.listener.is_lost(self.spec.run, &gate.end) {
                     log::warn!("{}: the agent took the end of turn {} with it", self.spec.run, gate.end.turn);
                 } else {
+                    crate::faults::point("after_result_before_ledger");
                     self.listener.fact(self.spec.run, RunFact::TurnEnded(gate.end));
                 }
             }

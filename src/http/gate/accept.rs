@@ -31,11 +31,7 @@ impl Core {
             let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
             match rustix::net::acceptfrom_with(&listener.fd, flags) {
                 Ok((fd, from)) => {
-                    let peer = if unix {
-                        Peer::Unix
-                    } else {
-                        Peer::Tcp(address(from))
-                    };
+                    let peer = if unix { Peer::Unix } else { Peer::Tcp(address(from)) };
                     self.take_in(fd, peer);
                 }
                 Err(Errno::AGAIN) => return,
@@ -43,10 +39,7 @@ impl Core {
                 Err(Errno::INTR | Errno::CONNABORTED | Errno::PROTO | Errno::PERM) => {}
                 Err(e) => {
                     // No descriptor or no memory: the connections wait in the kernel's queue until some are free.
-                    log::warn!(
-                        "accepting rests for {} ms: {e}",
-                        self.parts.limits.accept_pause.as_millis()
-                    );
+                    log::warn!("accepting rests for {} ms: {e}", self.parts.limits.accept_pause.as_millis());
                     count(&self.parts.metrics.accept_pauses);
                     for listener in &self.parts.listeners {
                         let _ = epoll::delete(&self.epoll, &listener.fd);
@@ -96,12 +89,7 @@ impl Core {
         let Some(client) = self.clients.get_mut(key) else {
             return;
         };
-        if let Err(e) = epoll::add(
-            &self.epoll,
-            &client.fd,
-            EventData::new_u64(KIND_CLIENT | key.pack()),
-            watch,
-        ) {
+        if let Err(e) = epoll::add(&self.epoll, &client.fd, EventData::new_u64(KIND_CLIENT | key.pack()), watch) {
             log::warn!("a connection cannot be watched: {e}");
             return self.close_client(key);
         }
@@ -109,18 +97,8 @@ impl Core {
         self.arm(key, deadline);
         if over || crowded || self.draining.is_some() {
             count(&self.parts.metrics.refused);
-            let text = if over {
-                "too many connections"
-            } else {
-                "too many connections from one address"
-            };
-            self.refuse(
-                key,
-                &Error::new(Code::Overloaded, text),
-                Class::Unknown,
-                None,
-                true,
-            );
+            let text = if over { "too many connections" } else { "too many connections from one address" };
+            self.refuse(key, &Error::new(Code::Overloaded, text), Class::Unknown, None, true);
         }
         self.drive_client(key);
     }
@@ -139,9 +117,7 @@ impl Core {
 
 fn address(from: Option<SocketAddrAny>) -> IpAddr {
     from.and_then(|a| std::net::SocketAddr::try_from(a).ok())
-        .map_or(IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), |a| {
-            a.ip().to_canonical()
-        })
+        .map_or(IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), |a| a.ip().to_canonical())
 }
 
 /// What the cap per address counts: an IPv6 client owns a whole /64.

@@ -40,14 +40,7 @@ impl Chunks {
     /// A decoder for at most `total_max` bytes of body.
     #[must_use]
     pub fn new(total_max: u64) -> Self {
-        Self {
-            at: At::Size,
-            line_bytes: 0,
-            size: 0,
-            digits: 0,
-            total: 0,
-            total_max,
-        }
+        Self { at: At::Size, line_bytes: 0, size: 0, digits: 0, total: 0, total_max }
     }
 
     /// True when the last chunk and its trailer were read.
@@ -60,19 +53,12 @@ impl Chunks {
     ///
     /// # Errors
     /// 400 for anything but strict chunks, 413 beyond the limit.
-    pub fn feed(
-        &mut self,
-        input: &[u8],
-        mut out: impl FnMut(&[u8]) -> Result<()>,
-    ) -> Result<usize> {
+    pub fn feed(&mut self, input: &[u8], mut out: impl FnMut(&[u8]) -> Result<()>) -> Result<usize> {
         let wrong = |text| Err(Error::new(Code::BadRequest, text));
         let mut at = 0;
         while at < input.len() && self.at != At::Done {
             if self.at == At::Data {
-                let piece = &input[at..at
-                    + usize::try_from(self.size)
-                        .unwrap_or(usize::MAX)
-                        .min(input.len() - at)];
+                let piece = &input[at..at + usize::try_from(self.size).unwrap_or(usize::MAX).min(input.len() - at)];
                 out(piece)?;
                 at += piece.len();
                 self.size -= piece.len() as u64;
@@ -106,17 +92,10 @@ impl Chunks {
                     self.line_bytes = 0;
                     self.digits = 0;
                     if self.size > self.total_max - self.total {
-                        return Err(Error::new(
-                            Code::TooLarge,
-                            format!("a body over {} bytes", self.total_max),
-                        ));
+                        return Err(Error::new(Code::TooLarge, format!("a body over {} bytes", self.total_max)));
                     }
                     self.total += self.size;
-                    if self.size == 0 {
-                        At::TrailerStart
-                    } else {
-                        At::Data
-                    }
+                    if self.size == 0 { At::TrailerStart } else { At::Data }
                 }
                 (At::DataCr, b'\r') => At::DataLf,
                 (At::DataLf, b'\n') => {
@@ -155,13 +134,8 @@ pub fn unlinked_file(dir: &Path) -> Result<File> {
 /// For file systems without O_TMPFILE.
 fn named_and_unlinked(dir: &Path) -> std::io::Result<File> {
     use std::os::unix::fs::OpenOptionsExt;
-    let path = dir.join(format!(".spool-{}", uuid::Uuid::new_v4()));
-    let file = File::options()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(&path)?;
+    let path = dir.join(format!(".spool-{}", crate::ids::random_uuid()));
+    let file = File::options().read(true).write(true).create_new(true).mode(0o600).open(&path)?;
     std::fs::remove_file(&path)?;
     Ok(file)
 }
@@ -243,11 +217,7 @@ fn disk(e: std::io::Error) -> Error {
 mod tests {
     use super::*;
 
-    fn decode(
-        input: &[u8],
-        cuts: &[usize],
-        max: u64,
-    ) -> std::result::Result<(Vec<u8>, usize), Code> {
+    fn decode(input: &[u8], cuts: &[usize], max: u64) -> std::result::Result<(Vec<u8>, usize), Code> {
         let mut chunks = Chunks::new(max);
         let (mut body, mut used, mut from) = (Vec::new(), 0, 0);
         for cut in cuts.iter().copied().chain([input.len()]) {
@@ -273,10 +243,7 @@ mod tests {
         for first in 0..input.len() {
             for second in [first, (first + 1).min(input.len()), input.len()] {
                 let (body, used) = decode(input, &[first, second], 15).unwrap();
-                assert_eq!(
-                    (body.as_slice(), used),
-                    (&b"hello0123456789"[..], input.len() - 3)
-                );
+                assert_eq!((body.as_slice(), used), (&b"hello0123456789"[..], input.len() - 3));
             }
         }
     }
@@ -300,12 +267,7 @@ mod tests {
             (b"ffffffffffffffff\r\n", Code::TooLarge),
             (b"5\r\nhello\r\nfffffffffffffffb\r\n", Code::TooLarge),
         ] {
-            assert_eq!(
-                decode(input, &[], 15),
-                Err(code),
-                "{:?}",
-                String::from_utf8_lossy(input)
-            );
+            assert_eq!(decode(input, &[], 15), Err(code), "{:?}", String::from_utf8_lossy(input));
         }
         let long = [b"0\r\nX: ".as_slice(), &b"y".repeat(TRAILER_BYTES_MAX)].concat();
         assert_eq!(decode(&long, &[], 15), Err(Code::HeadTooLarge));

@@ -112,11 +112,7 @@ impl Spill {
     /// An empty one.
     #[must_use]
     pub fn new(file: File) -> Self {
-        Self {
-            file,
-            written: 0,
-            read: 0,
-        }
+        Self { file, written: 0, read: 0 }
     }
 
     /// Bytes in the file.

@@ -117,13 +117,7 @@ impl Core {
     pub fn new(parts: Parts) -> Result<Self> {
         let io = std::io::Error::from;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(io)?;
-        epoll::add(
-            &epoll,
-            parts.notes.event(),
-            EventData::new_u64(KIND_NOTES),
-            EventFlags::IN,
-        )
-        .map_err(io)?;
+        epoll::add(&epoll, parts.notes.event(), EventData::new_u64(KIND_NOTES), EventFlags::IN).map_err(io)?;
         let now = Instant::now();
         let core = Self {
             parts,
@@ -157,12 +151,7 @@ impl Core {
 
     fn watch_listeners(&self) -> rustix::io::Result<()> {
         for (at, listener) in self.parts.listeners.iter().enumerate() {
-            epoll::add(
-                &self.epoll,
-                &listener.fd,
-                EventData::new_u64(KIND_LISTENER | at as u64),
-                EventFlags::IN,
-            )?;
+            epoll::add(&self.epoll, &listener.fd, EventData::new_u64(KIND_LISTENER | at as u64), EventFlags::IN)?;
         }
         Ok(())
     }
@@ -196,16 +185,12 @@ impl Core {
     }
 
     fn is_over(&self) -> bool {
-        self.draining
-            .is_some_and(|until| self.clients.len() == 0 || self.now >= until)
+        self.draining.is_some_and(|until| self.clients.len() == 0 || self.now >= until)
     }
 
     fn until_next_timer(&self) -> Option<rustix::event::Timespec> {
         let mut next = self.timers.peek().map(|Reverse((at, _))| *at);
-        for at in [self.accept_again_at, self.open_again_at, self.draining]
-            .into_iter()
-            .flatten()
-        {
+        for at in [self.accept_again_at, self.open_again_at, self.draining].into_iter().flatten() {
             next = Some(next.map_or(at, |n| n.min(at)));
         }
         let wait = if self.again.is_empty() {
@@ -245,11 +230,9 @@ impl Core {
             KIND_NOTES => {
                 for note in self.parts.notes.take() {
                     match note {
-                        Note::Torn(upstream) => self.fail_upstream(
-                            Key::unpack(upstream),
-                            "the answer ended early",
-                            false,
-                        ),
+                        Note::Torn(upstream) => {
+                            self.fail_upstream(Key::unpack(upstream), "the answer ended early", false)
+                        }
                         Note::Token(token) => self.parts.guard.set_token(token),
                         Note::Shutdown(until) => self.drain(until),
                     }
@@ -318,12 +301,7 @@ impl Core {
             return Ok(());
         };
         let data = EventData::new_u64(KIND_UPSTREAM | key.pack());
-        epoll::add(
-            &self.epoll,
-            &upstream.fd,
-            data,
-            EventFlags::IN | EventFlags::RDHUP | EventFlags::ET,
-        )
+        epoll::add(&self.epoll, &upstream.fd, data, EventFlags::IN | EventFlags::RDHUP | EventFlags::ET)
     }
 
     /// Asks to be told, or not, when a write may take something. Not by default: a Unix socket tells it after every read
@@ -340,12 +318,8 @@ impl Core {
         if wanted {
             watch |= EventFlags::OUT;
         }
-        if let Err(e) = epoll::modify(
-            &self.epoll,
-            &upstream.fd,
-            EventData::new_u64(KIND_UPSTREAM | key.pack()),
-            watch,
-        ) {
+        if let Err(e) = epoll::modify(&self.epoll, &upstream.fd, EventData::new_u64(KIND_UPSTREAM | key.pack()), watch)
+        {
             log::error!("an upstream cannot be watched: {e}");
         }
     }
@@ -383,11 +357,8 @@ impl Core {
             body_bytes: self.body_bytes as u64,
             ..Gauges::default()
         };
-        g.upstreams_busy = self
-            .upstreams
-            .iter()
-            .filter(|(_, u)| matches!(u.state, State::Head | State::Body(_)))
-            .count() as u64;
+        g.upstreams_busy =
+            self.upstreams.iter().filter(|(_, u)| matches!(u.state, State::Head | State::Body(_))).count() as u64;
         for (_, client) in self.clients.iter() {
             match client.phase {
                 Phase::Head if client.unread().is_empty() => g.idle += 1,

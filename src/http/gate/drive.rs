@@ -74,11 +74,7 @@ impl Core {
                 Step::Wait
             }
             Phase::Served(upstream) => {
-                if client
-                    .job
-                    .as_ref()
-                    .is_some_and(|j| j.blocked_since.is_some())
-                {
+                if client.job.as_ref().is_some_and(|j| j.blocked_since.is_some()) {
                     self.drive_upstream(upstream);
                 }
                 Step::Wait
@@ -99,11 +95,7 @@ impl Core {
         match receive(&client.fd, &mut self.scratch) {
             Got::Some(n) => {
                 client.dropped += n;
-                if client.dropped > limit {
-                    Step::Close
-                } else {
-                    Step::More
-                }
+                if client.dropped > limit { Step::Close } else { Step::More }
             }
             Got::Blocked => {
                 client.readable = false;
@@ -115,11 +107,7 @@ impl Core {
 
     /// Reads once into the client's buffer; none when nothing came.
     pub fn fill(&mut self, key: Key) -> Option<Step> {
-        let fresh = if self.clients.get_mut(key)?.inbuf.capacity() == 0 {
-            self.buffers.pop()
-        } else {
-            None
-        };
+        let fresh = if self.clients.get_mut(key)?.inbuf.capacity() == 0 { self.buffers.pop() } else { None };
         let client = self.clients.get_mut(key)?;
         if let Some(buffer) = fresh {
             client.inbuf = buffer;

@@ -98,11 +98,7 @@ fn bad(text: &'static str) -> Error {
 
 /// One value, or 400 for a second one.
 fn once<'a>(slot: &mut Option<&'a str>, value: &'a str, twice: &'static str) -> Result<()> {
-    if slot.replace(value).is_some() {
-        Err(bad(twice))
-    } else {
-        Ok(())
-    }
+    if slot.replace(value).is_some() { Err(bad(twice)) } else { Ok(()) }
 }
 
 /// Reads one whole head (as [`scan`] delimited it).
@@ -117,10 +113,7 @@ pub fn parse(bytes: &[u8]) -> Result<Head<'_>> {
         Ok(httparse::Status::Complete(len)) if len == bytes.len() => {}
         Ok(_) => return Err(bad("the head does not end where its empty line is")),
         Err(httparse::Error::TooManyHeaders) => {
-            return Err(Error::new(
-                Code::HeadTooLarge,
-                format!("more than {FIELDS_MAX} header fields"),
-            ));
+            return Err(Error::new(Code::HeadTooLarge, format!("more than {FIELDS_MAX} header fields")));
         }
         Err(httparse::Error::Version) => return Err(bad("not HTTP/1.1")),
         Err(httparse::Error::HeaderName) => return Err(bad("malformed header name")),
@@ -201,11 +194,7 @@ pub fn parse(bytes: &[u8]) -> Result<Head<'_>> {
             21 if is("sec-websocket-version") => &mut head.websocket_version,
             _ => continue,
         };
-        once(
-            slot,
-            ascii(field.value)?,
-            "a header field that may come once came twice",
-        )?;
+        once(slot, ascii(field.value)?, "a header field that may come once came twice")?;
     }
 
     head.framing = match (length, coding) {
@@ -214,10 +203,7 @@ pub fn parse(bytes: &[u8]) -> Result<Head<'_>> {
         (None, Some(_)) if http10 => return Err(bad("Transfer-Encoding in HTTP/1.0")),
         (None, Some(coding)) if coding.eq_ignore_ascii_case("chunked") => Framing::Chunked,
         (None, Some(_)) => {
-            return Err(Error::new(
-                Code::NotImplemented,
-                "the only transfer coding is chunked",
-            ));
+            return Err(Error::new(Code::NotImplemented, "the only transfer coding is chunked"));
         }
         (None, None) => Framing::None,
     };
@@ -228,10 +214,7 @@ pub fn parse(bytes: &[u8]) -> Result<Head<'_>> {
     };
     head.keep_alive = if http10 { keep && !close } else { !close };
     head.websocket = connection_upgrade
-        && upgrade.is_some_and(|u| {
-            u.split(',')
-                .any(|word| word.trim().eq_ignore_ascii_case("websocket"))
-        });
+        && upgrade.is_some_and(|u| u.split(',').any(|word| word.trim().eq_ignore_ascii_case("websocket")));
 
     let named = host.ok_or_else(|| bad("no Host header"))?;
     head.host = named;
@@ -266,10 +249,7 @@ fn content_length(text: &str) -> Result<Framing> {
     match text.parse::<u64>() {
         Ok(0) => Ok(Framing::None),
         Ok(length) => Ok(Framing::Length(length)),
-        Err(_) => Err(Error::new(
-            Code::TooLarge,
-            "Content-Length is beyond any limit",
-        )),
+        Err(_) => Err(Error::new(Code::TooLarge, "Content-Length is beyond any limit")),
     }
 }
 
@@ -289,9 +269,7 @@ pub fn is_websocket_key(key: &str) -> bool {
     // 22 digits and two fillers; the last digit carries 2 bits, so its low 4 are zero.
     bytes.len() == 24
         && bytes.ends_with(b"==")
-        && bytes[..22]
-            .iter()
-            .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'+' | b'/'))
+        && bytes[..22].iter().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'+' | b'/'))
         && matches!(bytes[21], b'A' | b'Q' | b'g' | b'w')
 }
 
@@ -328,35 +306,22 @@ mod tests {
                 assert_eq!(first, Scan::Whole(27));
             }
         }
-        for bare in [
-            "GET / HTTP/1.1\n",
-            "\n",
-            "GET / HTTP/1.1\r\nHost: a\n\r\n",
-            "GET / HTTP/1.1\r\nHost: a\r\n\n",
-        ] {
+        for bare in ["GET / HTTP/1.1\n", "\n", "GET / HTTP/1.1\r\nHost: a\n\r\n", "GET / HTTP/1.1\r\nHost: a\r\n\n"] {
             assert_eq!(scan(bare.as_bytes(), &mut 0), Scan::BareLf, "{bare:?}");
         }
     }
 
     #[test]
     fn framing_is_one_length_of_digits_or_one_chunked() {
-        let with = |fields: &str| {
-            read(&format!("POST / HTTP/1.1\r\nHost: a\r\n{fields}\r\n")).map(|h| h.framing)
-        };
+        let with = |fields: &str| read(&format!("POST / HTTP/1.1\r\nHost: a\r\n{fields}\r\n")).map(|h| h.framing);
         assert_eq!(with(""), Ok(Framing::None));
         assert_eq!(with("Content-Length: 0\r\n"), Ok(Framing::None));
         assert_eq!(with("content-length:  17 \r\n"), Ok(Framing::Length(17)));
-        assert_eq!(
-            with("Content-Length: 1099511627776\r\n"),
-            Ok(Framing::Length(1 << 40))
-        );
+        assert_eq!(with("Content-Length: 1099511627776\r\n"), Ok(Framing::Length(1 << 40)));
         assert_eq!(with("Transfer-Encoding: Chunked\r\n"), Ok(Framing::Chunked));
         for (fields, code) in [
             ("Content-Length: 18446744073709551616\r\n", Code::TooLarge),
-            (
-                "Content-Length: 99999999999999999999999999999999\r\n",
-                Code::TooLarge,
-            ),
+            ("Content-Length: 99999999999999999999999999999999\r\n", Code::TooLarge),
             ("Content-Length: -1\r\n", Code::BadRequest),
             ("Content-Length: +5\r\n", Code::BadRequest),
             ("Content-Length: 0x10\r\n", Code::BadRequest),
@@ -364,18 +329,9 @@ mod tests {
             ("Content-Length: \r\n", Code::BadRequest),
             ("Content-Length: 5, 5\r\n", Code::BadRequest),
             ("Content-Length: 5 5\r\n", Code::BadRequest),
-            (
-                "Content-Length: 5\r\nContent-Length: 5\r\n",
-                Code::BadRequest,
-            ),
-            (
-                "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
-                Code::BadRequest,
-            ),
-            (
-                "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n",
-                Code::BadRequest,
-            ),
+            ("Content-Length: 5\r\nContent-Length: 5\r\n", Code::BadRequest),
+            ("Content-Length: 5\r\nTransfer-Encoding: chunked\r\n", Code::BadRequest),
+            ("Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n", Code::BadRequest),
             ("Transfer-Encoding: gzip, chunked\r\n", Code::NotImplemented),
             ("Transfer-Encoding: identity\r\n", Code::NotImplemented),
             ("Transfer-Encoding: \u{b}chunked\r\n", Code::BadRequest),
@@ -416,16 +372,9 @@ mod tests {
             ("PRI * HTTP/2.0", Err(Code::BadRequest)),
             ("G\0T / HTTP/1.1", Err(Code::BadRequest)),
         ] {
-            assert_eq!(
-                read(&format!("{line}\r\nHost: a\r\n\r\n")).map(|h| h.target),
-                expected,
-                "{line}"
-            );
+            assert_eq!(read(&format!("{line}\r\nHost: a\r\n\r\n")).map(|h| h.target), expected, "{line}");
         }
-        assert_eq!(
-            read("GET / HTTP/1.1\r\n\r\n").map(|_| ()),
-            Err(Code::BadRequest)
-        );
+        assert_eq!(read("GET / HTTP/1.1\r\n\r\n").map(|_| ()), Err(Code::BadRequest));
     }
 
     #[test]
@@ -446,12 +395,7 @@ mod tests {
     #[test]
     fn websocket_keys_are_sixteen_bytes_of_base64() {
         assert!(is_websocket_key("dGhlIHNhbXBsZSBub25jZQ=="));
-        for bad in [
-            "",
-            "dGhlIHNhbXBsZSBub25jZQ=",
-            "dGhlIHNhbXBsZSBub25jZR==",
-            "dGhlIHNhbXBsZSBub25j!Q==",
-        ] {
+        for bad in ["", "dGhlIHNhbXBsZSBub25jZQ=", "dGhlIHNhbXBsZSBub25jZR==", "dGhlIHNhbXBsZSBub25j!Q=="] {
             assert!(!is_websocket_key(bad), "{bad}");
         }
         assert!(is_json("application/json; charset=utf-8") && is_json("Application/JSON"));
@@ -485,26 +429,16 @@ mod tests {
         ]);
         let heads = proptest::collection::vec(tokens, 0..12).prop_map(|words| {
             // Half of them begin well, or nothing would ever pass.
-            let begin = if words.len() % 2 == 0 {
-                "GET / HTTP/1.1\r\nHost: a\r\n"
-            } else {
-                ""
-            };
+            let begin = if words.len() % 2 == 0 { "GET / HTTP/1.1\r\nHost: a\r\n" } else { "" };
             format!("{begin}{}", words.concat())
         });
-        let config = ProptestConfig {
-            cases: 4000,
-            failure_persistence: None,
-            ..ProptestConfig::default()
-        };
+        let config = ProptestConfig { cases: 4000, failure_persistence: None, ..ProptestConfig::default() };
         proptest::test_runner::TestRunner::new(config)
             .run(&heads, |text| {
                 let bytes = text.as_bytes();
                 let whole = scan(bytes, &mut 0);
                 let mut at = 0;
-                let one_by_one = (1..=bytes.len())
-                    .map(|n| scan(&bytes[..n], &mut at))
-                    .find(|s| *s != Scan::Partial);
+                let one_by_one = (1..=bytes.len()).map(|n| scan(&bytes[..n], &mut at)).find(|s| *s != Scan::Partial);
                 prop_assert_eq!(one_by_one.unwrap_or(Scan::Partial), whole);
                 let Scan::Whole(len) = whole else {
                     return Ok(());
@@ -521,10 +455,7 @@ mod tests {
                     Framing::None => (0, 0),
                 };
                 prop_assert_eq!((lengths, codings), expected);
-                prop_assert!(
-                    !lower.contains('\0')
-                        && !text[..len].replace("\r\n", "").contains(['\r', '\n'])
-                );
+                prop_assert!(!lower.contains('\0') && !text[..len].replace("\r\n", "").contains(['\r', '\n']));
                 Ok(())
             })
             .unwrap();

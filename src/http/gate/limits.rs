@@ -138,10 +138,6 @@ impl Limits {
     /// How long a worker may take until its answer begins; `wait_ms` is what the client asked to wait.
     #[must_use]
     pub fn answer_time(&self, class: Class, wait_ms: u64) -> Duration {
-        if class == Class::ThreadsSend {
-            self.thread_time
-        } else {
-            self.answer_time + Duration::from_millis(wait_ms)
-        }
+        if class == Class::ThreadsSend { self.thread_time } else { self.answer_time + Duration::from_millis(wait_ms) }
     }
 }

@@ -9,15 +9,13 @@ use crate::http::route::Class;
 
 /// Statuses that are counted by themselves; the last slot takes every other.
 const STATUSES: [u16; 28] = [
-    101, 200, 204, 206, 303, 304, 400, 401, 403, 404, 405, 408, 409, 410, 411, 413, 415, 416, 426,
-    429, 431, 499, 500, 501, 503, 504, 505, 0,
+    101, 200, 204, 206, 303, 304, 400, 401, 403, 404, 405, 408, 409, 410, 411, 413, 415, 416, 426, 429, 431, 499, 500,
+    501, 503, 504, 505, 0,
 ];
 const CLASSES: usize = Class::ALL.len();
 /// Upper bounds of the latency buckets, in microseconds; the last bucket has none.
-const BOUNDS_US: [u64; 13] = [
-    100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 1_000_000,
-    10_000_000,
-];
+const BOUNDS_US: [u64; 13] =
+    [100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 1_000_000, 10_000_000];
 
 struct Row {
     status: [AtomicU64; STATUSES.len()],
@@ -114,28 +112,17 @@ impl Metrics {
     /// Counts an answered request.
     pub fn request(&self, class: Class, status: u16, took: Duration) {
         let row = &self.rows[class as usize];
-        let at = STATUSES
-            .iter()
-            .position(|s| *s == status)
-            .unwrap_or(STATUSES.len() - 1);
+        let at = STATUSES.iter().position(|s| *s == status).unwrap_or(STATUSES.len() - 1);
         count(&row.status[at]);
         let us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
-        count(
-            &row.bucket[BOUNDS_US
-                .iter()
-                .position(|b| us <= *b)
-                .unwrap_or(BOUNDS_US.len())],
-        );
+        count(&row.bucket[BOUNDS_US.iter().position(|b| us <= *b).unwrap_or(BOUNDS_US.len())]);
         row.sum_us.fetch_add(us, Ordering::Relaxed);
     }
 
     /// Requests of a class that got this status.
     #[must_use]
     pub fn requests(&self, class: Class, status: u16) -> u64 {
-        let at = STATUSES
-            .iter()
-            .position(|s| *s == status)
-            .unwrap_or(STATUSES.len() - 1);
+        let at = STATUSES.iter().position(|s| *s == status).unwrap_or(STATUSES.len() - 1);
         self.rows[class as usize].status[at].load(Ordering::Relaxed)
     }
 
@@ -148,10 +135,7 @@ impl Metrics {
                 let n = counter.load(Ordering::Relaxed);
                 if n > 0 {
                     let (route, status) = (class.name(), *status);
-                    let _ = writeln!(
-                        page,
-                        "beebox_http_requests_total{{route=\"{route}\",status=\"{status}\"}} {n}"
-                    );
+                    let _ = writeln!(page, "beebox_http_requests_total{{route=\"{route}\",status=\"{status}\"}} {n}");
                 }
             }
         }
@@ -163,25 +147,15 @@ impl Metrics {
             let mut lines = String::new();
             for (at, bucket) in row.bucket.iter().enumerate() {
                 below += bucket.load(Ordering::Relaxed);
-                let bound = BOUNDS_US
-                    .get(at)
-                    .map_or("+Inf".to_owned(), |us| format!("{}", *us as f64 / 1e6));
-                let _ = writeln!(
-                    lines,
-                    "beebox_http_request_seconds_bucket{{route=\"{route}\",le=\"{bound}\"}} {below}"
-                );
+                let bound = BOUNDS_US.get(at).map_or("+Inf".to_owned(), |us| format!("{}", *us as f64 / 1e6));
+                let _ =
+                    writeln!(lines, "beebox_http_request_seconds_bucket{{route=\"{route}\",le=\"{bound}\"}} {below}");
             }
             if below > 0 {
                 page.push_str(&lines);
                 let sum = row.sum_us.load(Ordering::Relaxed) as f64 / 1e6;
-                let _ = writeln!(
-                    page,
-                    "beebox_http_request_seconds_sum{{route=\"{route}\"}} {sum}"
-                );
-                let _ = writeln!(
-                    page,
-                    "beebox_http_request_seconds_count{{route=\"{route}\"}} {below}"
-                );
+                let _ = writeln!(page, "beebox_http_request_seconds_sum{{route=\"{route}\"}} {sum}");
+                let _ = writeln!(page, "beebox_http_request_seconds_count{{route=\"{route}\"}} {below}");
             }
         }
         page.push_str("# HELP beebox_http_connections Connections by state.\n# TYPE beebox_http_connections gauge\n");
@@ -196,43 +170,15 @@ impl Metrics {
             let _ = writeln!(page, "beebox_http_connections{{state=\"{state}\"}} {n}");
         }
         page.push_str("# HELP beebox_http_queue Requests that wait for a worker.\n# TYPE beebox_http_queue gauge\n");
-        let _ = writeln!(
-            page,
-            "beebox_http_queue{{lane=\"work\"}} {}",
-            gauges.queue_work
-        );
-        let _ = writeln!(
-            page,
-            "beebox_http_queue{{lane=\"wait\"}} {}",
-            gauges.queue_wait
-        );
-        let _ = writeln!(
-            page,
-            "beebox_http_queue{{lane=\"bulk\"}} {}",
-            gauges.queue_bulk
-        );
+        let _ = writeln!(page, "beebox_http_queue{{lane=\"work\"}} {}", gauges.queue_work);
+        let _ = writeln!(page, "beebox_http_queue{{lane=\"wait\"}} {}", gauges.queue_wait);
+        let _ = writeln!(page, "beebox_http_queue{{lane=\"bulk\"}} {}", gauges.queue_bulk);
         for (name, help, n) in [
             ("upstreams", "Connections to the pool.", gauges.upstreams),
-            (
-                "upstreams_busy",
-                "Connections to the pool that carry a request.",
-                gauges.upstreams_busy,
-            ),
-            (
-                "overdue_workers",
-                "Workers past their deadline.",
-                gauges.overdue_now,
-            ),
-            (
-                "spool_bytes",
-                "Bytes in unlinked files.",
-                gauges.spool_bytes,
-            ),
-            (
-                "body_bytes",
-                "Bytes of request bodies in memory.",
-                gauges.body_bytes,
-            ),
+            ("upstreams_busy", "Connections to the pool that carry a request.", gauges.upstreams_busy),
+            ("overdue_workers", "Workers past their deadline.", gauges.overdue_now),
+            ("spool_bytes", "Bytes in unlinked files.", gauges.spool_bytes),
+            ("body_bytes", "Bytes of request bodies in memory.", gauges.body_bytes),
         ] {
             let _ = writeln!(
                 page,
@@ -242,36 +188,12 @@ impl Metrics {
         for (name, help, counter) in [
             ("accepted", "Connections taken in.", &self.accepted),
             ("refused", "Connections refused at a cap.", &self.refused),
-            (
-                "accept_pauses",
-                "Rests of accepting for want of a descriptor.",
-                &self.accept_pauses,
-            ),
-            (
-                "foreign_peers",
-                "Peers of another uid on chat.sock.",
-                &self.foreign_peers,
-            ),
-            (
-                "left",
-                "Requests whose client left before the answer.",
-                &self.left,
-            ),
-            (
-                "overdue",
-                "Requests whose worker passed its deadline.",
-                &self.overdue,
-            ),
-            (
-                "upstream_failures",
-                "Connections to the pool that failed under a request.",
-                &self.upstream_failures,
-            ),
-            (
-                "spilled",
-                "Answers moved to a file for a slow reader.",
-                &self.spilled,
-            ),
+            ("accept_pauses", "Rests of accepting for want of a descriptor.", &self.accept_pauses),
+            ("foreign_peers", "Peers of another uid on chat.sock.", &self.foreign_peers),
+            ("left", "Requests whose client left before the answer.", &self.left),
+            ("overdue", "Requests whose worker passed its deadline.", &self.overdue),
+            ("upstream_failures", "Connections to the pool that failed under a request.", &self.upstream_failures),
+            ("spilled", "Answers moved to a file for a slow reader.", &self.spilled),
         ] {
             let n = counter.load(Ordering::Relaxed);
             let _ = writeln!(
@@ -293,13 +215,7 @@ mod tests {
         metrics.request(Class::Send, 200, Duration::from_secs(60));
         metrics.request(Class::Unknown, 418, Duration::ZERO);
         let mut page = String::new();
-        metrics.render(
-            &mut page,
-            &Gauges {
-                idle: 3,
-                ..Gauges::default()
-            },
-        );
+        metrics.render(&mut page, &Gauges { idle: 3, ..Gauges::default() });
         for line in [
             "beebox_http_requests_total{route=\"send\",status=\"200\"} 2",
             "beebox_http_requests_total{route=\"unknown\",status=\"0\"} 1",

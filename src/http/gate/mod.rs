@@ -108,18 +108,11 @@ const DESCRIPTORS_LEFT: u64 = 256;
 pub fn start(config: GateConfig, local: Arc<dyn Local>, push: Arc<PushTo>) -> Result<Gate> {
     let listens_everywhere = config.listen.ip().is_unspecified();
     // Before the port is bound: an address that must not be open is never open.
-    Guard::new(
-        config.listen,
-        config.public_url.as_deref(),
-        config.token.clone(),
-    )?;
+    Guard::new(config.listen, config.public_url.as_deref(), config.token.clone())?;
     let tcp = listen(config.listen)?;
     let address = tcp.local_addr()?;
     let guard = Guard::new(address, config.public_url.as_deref(), config.token)?;
-    let mut listeners = vec![Listener {
-        fd: tcp.into(),
-        unix: false,
-    }];
+    let mut listeners = vec![Listener { fd: tcp.into(), unix: false }];
     let chat_socket = match &config.chat_socket {
         None => None,
         Some(path) => {
@@ -129,10 +122,7 @@ pub fn start(config: GateConfig, local: Arc<dyn Local>, push: Arc<PushTo>) -> Re
                 .map_err(|e| Error::internal(format!("socket {}: {e}", path.display())))?;
             place.make_private()?;
             unix.set_nonblocking(true)?;
-            listeners.push(Listener {
-                fd: unix.into(),
-                unix: true,
-            });
+            listeners.push(Listener { fd: unix.into(), unix: true });
             Some(place)
         }
     };
@@ -141,19 +131,13 @@ pub fn start(config: GateConfig, local: Arc<dyn Local>, push: Arc<PushTo>) -> Re
     let lane_max = lanes(config.workers, limits.waiting_max, descriptors);
     // A client takes one descriptor and, for a moment, one more for a spooled body.
     let upstreams = (lane_max[0] + lane_max[1]) as u64 * 3;
-    let clients = descriptors
-        .saturating_sub(DESCRIPTORS_LEFT.min(descriptors / 2) + upstreams)
-        .max(8);
-    limits.connections_max = limits
-        .connections_max
-        .min(usize::try_from(clients).unwrap_or(usize::MAX));
+    let clients = descriptors.saturating_sub(DESCRIPTORS_LEFT.min(descriptors / 2) + upstreams).max(8);
+    limits.connections_max = limits.connections_max.min(usize::try_from(clients).unwrap_or(usize::MAX));
 
     let metrics = Arc::new(Metrics::default());
     let logins = Arc::new(Mutex::new(Logins::default()));
-    let origin = config.public_url.clone().map_or_else(
-        || format!("http://{address}"),
-        |u| u.trim_end_matches('/').to_owned(),
-    );
+    let origin =
+        config.public_url.clone().map_or_else(|| format!("http://{address}"), |u| u.trim_end_matches('/').to_owned());
     let core = Core::new(Parts {
         listeners,
         notes: Arc::clone(&config.notes),
@@ -172,21 +156,8 @@ pub fn start(config: GateConfig, local: Arc<dyn Local>, push: Arc<PushTo>) -> Re
     })?;
     let born = core.born;
     let name = const { Name::fixed("gate") };
-    let thread = threads::spawn(
-        name,
-        threads::WORK_STACK_BYTES,
-        OnPanic::EndProcess,
-        move || core.run(),
-    )?;
-    Ok(Gate {
-        thread,
-        notes: config.notes,
-        address,
-        metrics,
-        logins,
-        born,
-        origin,
-    })
+    let thread = threads::spawn(name, threads::WORK_STACK_BYTES, OnPanic::EndProcess, move || core.run())?;
+    Ok(Gate { thread, notes: config.notes, address, metrics, logins, born, origin })
 }
 
 impl Gate {
@@ -229,17 +200,8 @@ impl Gate {
 
 fn listen(address: SocketAddr) -> Result<TcpListener> {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
-    let wrong = |e: rustix::io::Errno| {
-        Error::internal(format!(
-            "listening on {address}: {}",
-            std::io::Error::from(e)
-        ))
-    };
-    let family = if address.is_ipv4() {
-        AddressFamily::INET
-    } else {
-        AddressFamily::INET6
-    };
+    let wrong = |e: rustix::io::Errno| Error::internal(format!("listening on {address}: {}", std::io::Error::from(e)));
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let fd = rustix::net::socket_with(family, SocketType::STREAM, flags, None).map_err(wrong)?;
     sockopt::set_socket_reuseaddr(&fd, true).map_err(wrong)?;
@@ -254,13 +216,7 @@ fn raise_descriptors() -> u64 {
     let now = getrlimit(Resource::Nofile);
     let hard = now.maximum.unwrap_or(u64::MAX);
     if now.current.is_some_and(|c| c < hard) {
-        let _ = setrlimit(
-            Resource::Nofile,
-            Rlimit {
-                current: now.maximum,
-                maximum: now.maximum,
-            },
-        );
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: now.maximum, maximum: now.maximum });
     }
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
@@ -268,9 +224,7 @@ fn raise_descriptors() -> u64 {
 /// Requests in flight per lane: as many as workers, fewer when descriptors are short (an upstream costs four). Of the
 /// ordinary workers a quarter, one at least, is out of reach of long answers.
 fn lanes(workers: usize, waiting: usize, descriptors: u64) -> [usize; LANES] {
-    let most = usize::try_from(descriptors.saturating_sub(32) / 4)
-        .unwrap_or(usize::MAX)
-        .max(2);
+    let most = usize::try_from(descriptors.saturating_sub(32) / 4).unwrap_or(usize::MAX).max(2);
     let work = workers.clamp(1, most.div_ceil(2).max(most.saturating_sub(waiting)));
     let bulk = (work - work.div_ceil(4)).max(1);
     [work, waiting.clamp(1, most - work.min(most - 1)), bulk]
@@ -290,11 +244,7 @@ mod tests {
             (100, 16, 432, [84, 16, 63]),
             (0, 0, 1024, [1, 1, 1]),
         ] {
-            assert_eq!(
-                lanes(workers, waiting, descriptors),
-                expected,
-                "{workers} {waiting} {descriptors}"
-            );
+            assert_eq!(lanes(workers, waiting, descriptors), expected, "{workers} {waiting} {descriptors}");
         }
     }
 }

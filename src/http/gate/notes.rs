@@ -34,12 +34,9 @@ impl Notes {
     /// # Errors
     /// When the kernel has no descriptor to give.
     pub fn new() -> Result<Arc<Self>> {
-        let event = rustix::event::eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
-            .map_err(std::io::Error::from)?;
-        Ok(Arc::new(Self {
-            list: Mutex::new(Vec::new()),
-            event,
-        }))
+        let event =
+            rustix::event::eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).map_err(std::io::Error::from)?;
+        Ok(Arc::new(Self { list: Mutex::new(Vec::new()), event }))
     }
 
     /// Leaves a note and wakes the gate.

@@ -17,11 +17,7 @@ impl Core {
         match route.class() {
             Class::Healthz => Reply::text(200, "ok\n"),
             Class::Readyz => {
-                let pool = if self.upstreams.len() == 0 {
-                    Err("no connection to the pool".to_owned())
-                } else {
-                    Ok(())
-                };
+                let pool = if self.upstreams.len() == 0 { Err("no connection to the pool".to_owned()) } else { Ok(()) };
                 match pool.and_then(|()| self.parts.local.ready()) {
                     Ok(()) => Reply::text(200, "ok\n"),
                     Err(why) => Reply::text(503, format!("{why}\n")),
@@ -57,9 +53,7 @@ impl Core {
             | Class::Threads
             | Class::Events
             | Class::Asset
-            | Class::Unknown => {
-                Reply::from_error(&Error::internal("not a route of the gate's own"))
-            }
+            | Class::Unknown => Reply::from_error(&Error::internal("not a route of the gate's own")),
         }
     }
 
@@ -70,11 +64,7 @@ impl Core {
             return Reply::empty(500);
         };
         let peer = client.peer;
-        let read = client
-            .job
-            .as_ref()
-            .and_then(|j| j.body.read_at(0, &mut bytes).ok())
-            .unwrap_or(0);
+        let read = client.job.as_ref().and_then(|j| j.body.read_at(0, &mut bytes).ok()).unwrap_or(0);
         if peer == Peer::Unix {
             // Who may open chat.sock may have a link for a browser.
             let code = token::secret();
@@ -86,14 +76,9 @@ impl Core {
             return Reply::from_error(&Error::new(Code::BadField, "code: missing"));
         };
         let guard = &self.parts.guard;
-        let good = !guard.needs_token()
-            || guard.is_token(&code)
-            || self.parts.logins.lock().redeem(&code, now_ms);
+        let good = !guard.needs_token() || guard.is_token(&code) || self.parts.logins.lock().redeem(&code, now_ms);
         if !good {
-            return Reply::from_error(&Error::new(
-                Code::Unauthorized,
-                "the code is used up, too old, or not ours",
-            ));
+            return Reply::from_error(&Error::new(Code::Unauthorized, "the code is used up, too old, or not ours"));
         }
         let reply = Reply::json(&login::Done { ok: true });
         match guard.set_cookie() {
@@ -113,16 +98,8 @@ impl Core {
             Peer::Unix => Stream::Unix(client.fd.into()),
         };
         let status = if kind == UpgradeKind::Sse { 200 } else { 101 };
-        self.parts
-            .metrics
-            .request(Class::Events, status, std::time::Duration::ZERO);
+        self.parts.metrics.request(Class::Events, status, std::time::Duration::ZERO);
         log::debug!("{peer} events {status}");
-        (self.parts.push)(Upgrade {
-            stream,
-            kind,
-            cursor,
-            leftover,
-            peer,
-        });
+        (self.parts.push)(Upgrade { stream, kind, cursor, leftover, peer });
     }
 }

@@ -27,33 +27,20 @@ impl Place {
     pub fn new(path: &Path) -> Result<Self> {
         let wrong = |e: std::io::Error| Error::internal(format!("socket {}: {e}", path.display()));
         let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else {
-            return Err(Error::internal(format!(
-                "socket {}: not a file in a directory",
-                path.display()
-            )));
+            return Err(Error::internal(format!("socket {}: not a file in a directory", path.display())));
         };
         let mode = std::fs::metadata(dir).map_err(wrong)?.permissions().mode();
         if mode & 0o077 != 0 {
             std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o700)).map_err(wrong)?;
         }
         if path.as_os_str().len() <= PATH_BYTES_MAX {
-            return Ok(Self {
-                short: path.to_owned(),
-                real: path.to_owned(),
-                _dir: None,
-            });
+            return Ok(Self { short: path.to_owned(), real: path.to_owned(), _dir: None });
         }
         use rustix::fs::{Mode, OFlags};
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let fd = rustix::fs::open(dir, flags, Mode::empty()).map_err(|e| wrong(e.into()))?;
-        let short = Path::new("/proc/self/fd")
-            .join(fd.as_raw_fd().to_string())
-            .join(name);
-        Ok(Self {
-            short,
-            real: path.to_owned(),
-            _dir: Some(fd),
-        })
+        let short = Path::new("/proc/self/fd").join(fd.as_raw_fd().to_string()).join(name);
+        Ok(Self { short, real: path.to_owned(), _dir: Some(fd) })
     }
 
     /// The path for bind and connect.
@@ -68,10 +55,9 @@ impl Place {
     /// When something is there that cannot be removed.
     pub fn clear(&self) -> Result<()> {
         match std::fs::remove_file(&self.real) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::internal(format!(
-                "socket {}: {e}",
-                self.real.display()
-            ))),
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                Err(Error::internal(format!("socket {}: {e}", self.real.display())))
+            }
             Ok(()) | Err(_) => Ok(()),
         }
     }
@@ -100,18 +86,8 @@ mod tests {
         let listener = std::os::unix::net::UnixListener::bind(place.path()).unwrap();
         place.make_private().unwrap();
         assert!(std::os::unix::net::UnixStream::connect(place.path()).is_ok());
-        assert_eq!(
-            std::fs::metadata(&dir).unwrap().permissions().mode() & 0o777,
-            0o700
-        );
-        assert_eq!(
-            std::fs::metadata(dir.join("http.sock"))
-                .unwrap()
-                .permissions()
-                .mode()
-                & 0o777,
-            0o600
-        );
+        assert_eq!(std::fs::metadata(&dir).unwrap().permissions().mode() & 0o777, 0o700);
+        assert_eq!(std::fs::metadata(dir.join("http.sock")).unwrap().permissions().mode() & 0o777, 0o600);
         drop(listener);
         place.clear().unwrap();
         place.clear().unwrap();

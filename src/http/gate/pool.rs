@@ -27,8 +27,7 @@ impl Core {
         let most = self.parts.lane_max[WORK] + self.parts.lane_max[WAIT];
         let here = self.upstreams.len();
         let waiting = (0..LANES).any(|lane| self.queued[lane] > 0 && self.has_room(lane));
-        let needed =
-            here < self.parts.lane_max[WORK] || here < most && waiting && self.idle.is_empty();
+        let needed = here < self.parts.lane_max[WORK] || here < most && waiting && self.idle.is_empty();
         if self.opening || self.open_again_at.is_some() || !needed {
             return;
         }
@@ -46,9 +45,8 @@ impl Core {
     fn open(&mut self) -> rustix::io::Result<()> {
         // The pool needs two descriptors for its end, and ends accepting for good when it has none: never open with the
         // last ones.
-        let spare: rustix::io::Result<Vec<OwnedFd>> = (0..8)
-            .map(|_| rustix::io::fcntl_dupfd_cloexec(self.parts.notes.event(), 0))
-            .collect();
+        let spare: rustix::io::Result<Vec<OwnedFd>> =
+            (0..8).map(|_| rustix::io::fcntl_dupfd_cloexec(self.parts.notes.event(), 0)).collect();
         drop(spare?);
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -67,11 +65,7 @@ impl Core {
     /// Puts a whole request in line.
     pub fn enqueue(&mut self, key: Key, lane: usize) {
         while let Some(front) = self.queues[lane].front().copied() {
-            if self
-                .clients
-                .get_mut(front)
-                .is_some_and(|c| c.phase == Phase::Queued)
-            {
+            if self.clients.get_mut(front).is_some_and(|c| c.phase == Phase::Queued) {
                 break;
             }
             self.queues[lane].pop_front();
@@ -102,30 +96,19 @@ impl Core {
 
     /// The lane whose oldest request goes next: the two that share workers take turns, so that neither starves.
     fn next_lane(&self) -> Option<usize> {
-        let order = if self.bulk_first {
-            [BULK, WORK, WAIT]
-        } else {
-            [WORK, BULK, WAIT]
-        };
-        order
-            .into_iter()
-            .find(|lane| self.queued[*lane] > 0 && self.has_room(*lane))
+        let order = if self.bulk_first { [BULK, WORK, WAIT] } else { [WORK, BULK, WAIT] };
+        order.into_iter().find(|lane| self.queued[*lane] > 0 && self.has_room(*lane))
     }
 
     /// True when one more request of the lane may be in flight.
     pub fn has_room(&self, lane: usize) -> bool {
         let ordinary = self.in_flight[WORK] + self.in_flight[BULK];
-        self.in_flight[lane] < self.parts.lane_max[lane]
-            && (lane == WAIT || ordinary < self.parts.lane_max[WORK])
+        self.in_flight[lane] < self.parts.lane_max[lane] && (lane == WAIT || ordinary < self.parts.lane_max[WORK])
     }
 
     fn hand_next(&mut self, lane: usize, upstream: Key) -> bool {
         while let Some(key) = self.queues[lane].pop_front() {
-            if self
-                .clients
-                .get_mut(key)
-                .is_some_and(|c| c.phase == Phase::Queued)
-            {
+            if self.clients.get_mut(key).is_some_and(|c| c.phase == Phase::Queued) {
                 self.queued[lane] -= 1;
                 self.hand(key, lane, upstream);
                 return true;

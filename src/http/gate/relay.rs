@@ -156,11 +156,7 @@ impl Core {
                 if let Some(client) = client {
                     self.begin_answer(client, head.status, head.status_line, all);
                 }
-                Ok(if piece == head.body {
-                    Taken::Whole
-                } else {
-                    Taken::More(Step::More)
-                })
+                Ok(if piece == head.body { Taken::Whole } else { Taken::More(Step::More) })
             }
             State::Body(left) => {
                 let piece = bytes.len() as u64;
@@ -172,11 +168,7 @@ impl Core {
                 if let Some(client) = client {
                     self.give(client, bytes);
                 }
-                Ok(if piece == left {
-                    Taken::Whole
-                } else {
-                    Taken::More(Step::More)
-                })
+                Ok(if piece == left { Taken::Whole } else { Taken::More(Step::More) })
             }
         }
     }
@@ -198,11 +190,7 @@ impl Core {
         if keep && !http10 {
             return self.give(key, bytes);
         }
-        let field: &[u8] = if keep {
-            b"Connection: keep-alive\r\n"
-        } else {
-            b"Connection: close\r\n"
-        };
+        let field: &[u8] = if keep { b"Connection: keep-alive\r\n" } else { b"Connection: close\r\n" };
         let (line, rest) = bytes.split_at(status_line);
         self.give(key, &[line, field, rest].concat());
     }
@@ -361,13 +349,7 @@ impl Core {
                 Some(job) if !job.answer_begun => {
                     let class = job.class;
                     client.phase = Phase::Answer;
-                    self.refuse(
-                        client_key,
-                        &Error::new(Code::Internal, "the answer was lost"),
-                        class,
-                        None,
-                        true,
-                    );
+                    self.refuse(client_key, &Error::new(Code::Internal, "the answer was lost"), class, None, true);
                     self.drive_client(client_key);
                 }
                 Some(_) | None => self.close_client(client_key),
@@ -379,8 +361,7 @@ impl Core {
 
     /// The client's patience with a worker ended.
     pub fn time_out_served(&mut self, key: Key, upstream_key: Key) {
-        let (now, reader_time, patience) =
-            (self.now, self.parts.limits.reader_time, self.patience());
+        let (now, reader_time, patience) = (self.now, self.parts.limits.reader_time, self.patience());
         let others_wait = self.queued != [0; LANES];
         let Some(client) = self.clients.get_mut(key) else {
             return;
@@ -392,12 +373,7 @@ impl Core {
             if job.progress + reader_time <= now {
                 // Either the reader takes nothing or the worker gives nothing: the answer cannot be saved.
                 self.close_client(key);
-            } else if others_wait
-                && !job.spilling
-                && job
-                    .blocked_since
-                    .is_some_and(|since| since + patience <= now)
-            {
+            } else if others_wait && !job.spilling && job.blocked_since.is_some_and(|since| since + patience <= now) {
                 self.start_spilling(key);
             } else {
                 let until = job.progress + reader_time;
@@ -408,11 +384,7 @@ impl Core {
             return;
         }
         let (class, took) = (job.class, now - job.started);
-        log::warn!(
-            "{} took over {} ms: answered 504, its worker is still at it",
-            class.name(),
-            took.as_millis()
-        );
+        log::warn!("{} took over {} ms: answered 504, its worker is still at it", class.name(), took.as_millis());
         count(&self.parts.metrics.overdue);
         client.phase = Phase::Answer;
         if let Some(upstream) = self.upstreams.get_mut(upstream_key) {
@@ -420,13 +392,7 @@ impl Core {
             upstream.overdue = true;
             self.overdue_now += 1;
         }
-        self.refuse(
-            key,
-            &Error::new(Code::Timeout, "no answer in time"),
-            class,
-            None,
-            true,
-        );
+        self.refuse(key, &Error::new(Code::Timeout, "no answer in time"), class, None, true);
         self.drive_client(key);
     }
 

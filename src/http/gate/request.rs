@@ -38,10 +38,7 @@ impl Core {
                 return step;
             }
             // Empty lines alone begin nothing, and buy no time.
-            let begun = self
-                .clients
-                .get_mut(key)
-                .is_some_and(|c| !c.unread().is_empty());
+            let begun = self.clients.get_mut(key).is_some_and(|c| !c.unread().is_empty());
             if begun {
                 let deadline = self.now + self.parts.limits.head_time;
                 self.arm(key, deadline);
@@ -55,10 +52,7 @@ impl Core {
         let head_max = self.parts.limits.head_bytes_max;
         let client = self.clients.get_mut(key)?;
         // One empty line before a request is an old client's habit; more are somebody's trick and end at the limit.
-        while client.scanned == 0
-            && client.unread().starts_with(b"\r\n")
-            && client.inbuf_at < head_max
-        {
+        while client.scanned == 0 && client.unread().starts_with(b"\r\n") && client.inbuf_at < head_max {
             client.inbuf_at += 2;
         }
         let mut scanned = client.scanned;
@@ -89,13 +83,8 @@ impl Core {
         Some(match decision {
             Ok(admitted) => self.admit(key, admitted),
             Err(refused) => {
-                let job = self.fresh_job(
-                    refused.class,
-                    refused.head_only,
-                    refused.http10,
-                    !refused.close,
-                    refused.line,
-                );
+                let job =
+                    self.fresh_job(refused.class, refused.head_only, refused.http10, !refused.close, refused.line);
                 let client = self.clients.get_mut(key)?;
                 client.job = Some(Box::new(job));
                 let Refusal { error, allow } = refused.refusal;
@@ -105,14 +94,7 @@ impl Core {
         })
     }
 
-    fn fresh_job(
-        &self,
-        class: Class,
-        head_only: bool,
-        http10: bool,
-        keep_alive: bool,
-        line: Option<String>,
-    ) -> Job {
+    fn fresh_job(&self, class: Class, head_only: bool, http10: bool, keep_alive: bool, line: Option<String>) -> Job {
         Job {
             class,
             target: Target::Login,
@@ -138,16 +120,7 @@ impl Core {
     }
 
     fn admit(&mut self, key: Key, admitted: Let) -> Step {
-        let Let {
-            class,
-            plan,
-            head_only,
-            http10,
-            keep_alive,
-            framing,
-            expects_continue,
-            line,
-        } = admitted;
+        let Let { class, plan, head_only, http10, keep_alive, framing, expects_continue, line } = admitted;
         let mut job = self.fresh_job(class, head_only, http10, keep_alive, line);
         match plan {
             Plan::Push { kind, cursor } => {
@@ -164,12 +137,7 @@ impl Core {
                 return Step::More;
             }
             Plan::Login => job.target = Target::Login,
-            Plan::Pool {
-                lane,
-                upstream_head,
-                repeatable,
-                wait_ms,
-            } => {
+            Plan::Pool { lane, upstream_head, repeatable, wait_ms } => {
                 job.target = Target::Pool(lane);
                 job.upstream_head = upstream_head;
                 job.repeatable = repeatable;
@@ -180,9 +148,7 @@ impl Core {
         match framing {
             Framing::None => {}
             Framing::Length(n) => job.body_in = BodyIn::Left(n),
-            Framing::Chunked => {
-                job.body_in = BodyIn::Chunked(Chunks::new(limits.body_bytes_max(class)))
-            }
+            Framing::Chunked => job.body_in = BodyIn::Chunked(Chunks::new(limits.body_bytes_max(class))),
         }
         let deadline = self.now + limits.body_grace;
         let Some(client) = self.clients.get_mut(key) else {
@@ -194,9 +160,7 @@ impl Core {
         }
         client.phase = Phase::Body;
         if expects_continue && client.unread().is_empty() {
-            client
-                .out
-                .extend_from_slice(b"HTTP/1.1 100 Continue\r\n\r\n");
+            client.out.extend_from_slice(b"HTTP/1.1 100 Continue\r\n\r\n");
         }
         self.arm(key, deadline);
         Step::More
@@ -216,11 +180,7 @@ impl Core {
             }
         }
         let limits = &self.parts.limits;
-        let memory_max = if self.body_bytes < limits.bodies_memory_max {
-            limits.body_memory_max
-        } else {
-            0
-        };
+        let memory_max = if self.body_bytes < limits.bodies_memory_max { limits.body_memory_max } else { 0 };
         let spool_left = limits.spool_bytes_max.saturating_sub(self.spool_bytes);
         let Some(client) = self.clients.get_mut(key) else {
             return Step::Wait;
@@ -240,9 +200,7 @@ impl Core {
         };
         let (used, whole) = match &mut job.body_in {
             BodyIn::Left(left) => {
-                let n = input
-                    .len()
-                    .min(usize::try_from(*left).unwrap_or(usize::MAX));
+                let n = input.len().min(usize::try_from(*left).unwrap_or(usize::MAX));
                 let stored = store(&input[..n]);
                 *left -= n as u64;
                 (stored.map(|()| n), *left == 0)
@@ -266,9 +224,7 @@ impl Core {
                 return Step::More;
             }
         }
-        let earned = std::time::Duration::from_millis(
-            job.body_received * 1000 / limits.body_rate_min.max(1),
-        );
+        let earned = std::time::Duration::from_millis(job.body_received * 1000 / limits.body_rate_min.max(1));
         let deadline = job.body_started + limits.body_grace + earned;
         if whole {
             self.release_inbuf(key);
@@ -301,10 +257,7 @@ impl Core {
                         return Step::Wait;
                     }
                 } else if self.queued[lane] >= queue_max {
-                    let error = Error::new(
-                        Code::Overloaded,
-                        format!("{queue_max} requests are waiting already"),
-                    );
+                    let error = Error::new(Code::Overloaded, format!("{queue_max} requests are waiting already"));
                     self.refuse(key, &error, class, None, false);
                     return Step::More;
                 }
@@ -318,14 +271,7 @@ impl Core {
     // ---- answers from here
 
     /// Answers with an error; `close` when bytes of the request stay unread.
-    pub(super) fn refuse(
-        &mut self,
-        key: Key,
-        error: &Error,
-        class: Class,
-        allow: Option<&'static str>,
-        close: bool,
-    ) {
+    pub(super) fn refuse(&mut self, key: Key, error: &Error, class: Class, allow: Option<&'static str>, close: bool) {
         let mut reply = Reply::from_error(error);
         if let Some(allow) = allow {
             reply.headers.push(("Allow", allow.to_owned()));
@@ -416,12 +362,7 @@ impl Core {
         let took = self.now.saturating_duration_since(job.started);
         self.parts.metrics.request(job.class, status, took);
         if let Some(line) = &job.line {
-            log::debug!(
-                "{} {line} {status} {} bytes {} us",
-                peer_text(peer),
-                job.answer_bytes,
-                took.as_micros()
-            );
+            log::debug!("{} {line} {status} {} bytes {} us", peer_text(peer), job.answer_bytes, took.as_micros());
         }
     }
 

@@ -20,10 +20,7 @@ impl Key {
     /// From [`Key::pack`].
     #[must_use]
     pub fn unpack(data: u64) -> Self {
-        Self {
-            at: (data >> 32) as u32 & 0x00ff_ffff,
-            generation: data as u32,
-        }
+        Self { at: (data >> 32) as u32 & 0x00ff_ffff, generation: data as u32 }
     }
 }
 
@@ -42,10 +39,7 @@ impl<T> Slab<T> {
     /// No tenant.
     #[must_use]
     pub fn new() -> Self {
-        Self {
-            places: Vec::new(),
-            free: Vec::new(),
-        }
+        Self { places: Vec::new(), free: Vec::new() }
     }
 
     /// Tenants.
@@ -59,27 +53,17 @@ impl<T> Slab<T> {
         if let Some(at) = self.free.pop() {
             let place = &mut self.places[at as usize];
             place.tenant = Some(tenant);
-            return Key {
-                at,
-                generation: place.generation,
-            };
+            return Key { at, generation: place.generation };
         }
         let at = u32::try_from(self.places.len()).expect("descriptors end long before 2^32");
-        self.places.push(Place {
-            generation: 0,
-            tenant: Some(tenant),
-        });
+        self.places.push(Place { generation: 0, tenant: Some(tenant) });
         Key { at, generation: 0 }
     }
 
     /// The tenant, if it still lives there.
     pub fn get_mut(&mut self, key: Key) -> Option<&mut T> {
         let place = self.places.get_mut(key.at as usize)?;
-        if place.generation == key.generation {
-            place.tenant.as_mut()
-        } else {
-            None
-        }
+        if place.generation == key.generation { place.tenant.as_mut() } else { None }
     }
 
     /// Moves one out.
@@ -97,10 +81,7 @@ impl<T> Slab<T> {
     /// Every tenant with its key.
     pub fn iter(&self) -> impl Iterator<Item = (Key, &T)> {
         self.places.iter().enumerate().filter_map(|(at, place)| {
-            let key = Key {
-                at: at as u32,
-                generation: place.generation,
-            };
+            let key = Key { at: at as u32, generation: place.generation };
             place.tenant.as_ref().map(|t| (key, t))
         })
     }
@@ -121,9 +102,6 @@ mod tests {
         assert!(slab.get_mut(a).is_none());
         assert!(slab.remove(a).is_none());
         assert_eq!(slab.len(), 1);
-        assert_eq!(
-            slab.iter().map(|(k, t)| (k, *t)).collect::<Vec<_>>(),
-            [(b, "b")]
-        );
+        assert_eq!(slab.iter().map(|(k, t)| (k, *t)).collect::<Vec<_>>(), [(b, "b")]);
     }
 }

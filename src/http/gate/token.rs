@@ -12,27 +12,18 @@ use crate::http::guard::{TOKEN_BYTES_MAX, Token};
 /// # Errors
 /// [`Code::BadField`] when it is not there, not ours, open to others, or holds no token.
 pub fn read(path: &Path) -> Result<Token> {
-    let wrong = |why: &dyn std::fmt::Display| {
-        Error::new(
-            Code::BadField,
-            format!("token file {}: {why}", path.display()),
-        )
-    };
+    let wrong =
+        |why: &dyn std::fmt::Display| Error::new(Code::BadField, format!("token file {}: {why}", path.display()));
     let file = std::fs::File::open(path).map_err(|e| wrong(&e))?;
     let about = file.metadata().map_err(|e| wrong(&e))?;
     if about.mode() & 0o077 != 0 {
-        return Err(wrong(&format!(
-            "others can read it (mode {:o}), it must be 600",
-            about.mode() & 0o777
-        )));
+        return Err(wrong(&format!("others can read it (mode {:o}), it must be 600", about.mode() & 0o777)));
     }
     if about.uid() != rustix::process::geteuid().as_raw() {
         return Err(wrong(&"it belongs to another user"));
     }
     let mut text = String::new();
-    file.take(TOKEN_BYTES_MAX as u64 + 64)
-        .read_to_string(&mut text)
-        .map_err(|e| wrong(&e))?;
+    file.take(TOKEN_BYTES_MAX as u64 + 64).read_to_string(&mut text).map_err(|e| wrong(&e))?;
     Token::parse(text.trim()).map_err(|e| wrong(&e))
 }
 
@@ -41,18 +32,8 @@ pub fn read(path: &Path) -> Result<Token> {
 /// # Errors
 /// When it exists or cannot be written.
 pub fn create(path: &Path) -> Result<()> {
-    let wrong = |e: std::io::Error| {
-        Error::new(
-            Code::BadField,
-            format!("token file {}: {e}", path.display()),
-        )
-    };
-    let mut file = std::fs::File::options()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)
-        .map_err(wrong)?;
+    let wrong = |e: std::io::Error| Error::new(Code::BadField, format!("token file {}: {e}", path.display()));
+    let mut file = std::fs::File::options().write(true).create_new(true).mode(0o600).open(path).map_err(wrong)?;
     writeln!(file, "{}", secret()).map_err(wrong)?;
     file.sync_all().map_err(wrong)
 }
@@ -60,11 +41,7 @@ pub fn create(path: &Path) -> Result<()> {
 /// 244 bits of the kernel's randomness as 64 hex digits.
 #[must_use]
 pub fn secret() -> String {
-    format!(
-        "{}{}",
-        uuid::Uuid::new_v4().simple(),
-        uuid::Uuid::new_v4().simple()
-    )
+    format!("{}{}", crate::ids::random_uuid().simple(), crate::ids::random_uuid().simple())
 }
 
 #[cfg(test)]

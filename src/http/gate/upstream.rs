@@ -125,8 +125,7 @@ pub fn answer_head(bytes: &[u8], head_only: bool) -> Result<Option<AnswerHead>, 
                 Ok(n) if digits && length.is_none() => length = Some(n),
                 Ok(_) | Err(_) => return Err("the length is malformed"),
             }
-        } else if field.name.eq_ignore_ascii_case("transfer-encoding")
-            || field.name.eq_ignore_ascii_case("connection")
+        } else if field.name.eq_ignore_ascii_case("transfer-encoding") || field.name.eq_ignore_ascii_case("connection")
         {
             return Err("a field that our pool does not write");
         }
@@ -138,12 +137,7 @@ pub fn answer_head(bytes: &[u8], head_only: bool) -> Result<Option<AnswerHead>, 
         (_, Some(n)) => n,
         (_, None) => return Err("no length"),
     };
-    Ok(Some(AnswerHead {
-        len,
-        status_line,
-        status,
-        body,
-    }))
+    Ok(Some(AnswerHead { len, status_line, status, body }))
 }
 
 #[cfg(test)]
@@ -152,16 +146,9 @@ mod tests {
 
     #[test]
     fn an_answer_is_as_long_as_its_head_says() {
-        let head =
-            |text: &str| answer_head(text.as_bytes(), false).map(|h| h.map(|h| (h.status, h.body)));
-        assert_eq!(
-            head("HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"),
-            Ok(Some((200, 5)))
-        );
-        assert_eq!(
-            head("HTTP/1.1 304 Not Modified\r\n\r\n"),
-            Ok(Some((304, 0)))
-        );
+        let head = |text: &str| answer_head(text.as_bytes(), false).map(|h| h.map(|h| (h.status, h.body)));
+        assert_eq!(head("HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"), Ok(Some((200, 5))));
+        assert_eq!(head("HTTP/1.1 304 Not Modified\r\n\r\n"), Ok(Some((304, 0))));
         assert_eq!(head("HTTP/1.1 200 OK\r\nContent-Le"), Ok(None));
         for broken in [
             "HTTP/1.1 200 OK\r\n\r\n",
@@ -174,12 +161,7 @@ mod tests {
             assert!(head(broken).is_err(), "{broken:?}");
         }
         let text = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n";
-        let expected = AnswerHead {
-            len: text.len(),
-            status_line: 17,
-            status: 200,
-            body: 0,
-        };
+        let expected = AnswerHead { len: text.len(), status_line: 17, status: 200, body: 0 };
         assert_eq!(answer_head(text, true), Ok(Some(expected)));
     }
 }

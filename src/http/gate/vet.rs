@@ -26,18 +26,10 @@ pub(super) struct Let {
 }
 
 pub(super) enum Plan {
-    Pool {
-        lane: usize,
-        upstream_head: Vec<u8>,
-        repeatable: bool,
-        wait_ms: u64,
-    },
+    Pool { lane: usize, upstream_head: Vec<u8>, repeatable: bool, wait_ms: u64 },
     Own(Route),
     Login,
-    Push {
-        kind: UpgradeKind,
-        cursor: Option<String>,
-    },
+    Push { kind: UpgradeKind, cursor: Option<String> },
 }
 
 /// A request that was not.
@@ -56,9 +48,7 @@ impl Core {
             Some(client) => match client.peer {
                 Peer::Tcp(_) if self.parts.listens_everywhere => {
                     let local = rustix::net::getsockname(&client.fd).ok();
-                    Door::Port {
-                        local: local.and_then(|a| std::net::SocketAddr::try_from(a).ok()),
-                    }
+                    Door::Port { local: local.and_then(|a| std::net::SocketAddr::try_from(a).ok()) }
                 }
                 Peer::Tcp(_) => Door::Port { local: None },
                 Peer::Unix => Door::ChatSocket,
@@ -80,11 +70,7 @@ impl Core {
         };
         let line = log::log_enabled!(log::Level::Debug).then(|| {
             // The path only: a query is the client's business, and a secret sent there by mistake stays out of the log.
-            format!(
-                "{} {}",
-                head.method,
-                head.target.split('?').next().unwrap_or_default()
-            )
+            format!("{} {}", head.method, head.target.split('?').next().unwrap_or_default())
         });
         let routed = route::parse(head.method, head.target);
         let class = routed.as_ref().map_or(Class::Unknown, Route::class);
@@ -113,12 +99,7 @@ impl Core {
     }
 
     /// Who may talk, then what about, then in which form.
-    fn plan(
-        &self,
-        head: &Head<'_>,
-        routed: Result<Route, Refusal>,
-        door: Door,
-    ) -> Result<Plan, Refusal> {
+    fn plan(&self, head: &Head<'_>, routed: Result<Route, Refusal>, door: Door) -> Result<Plan, Refusal> {
         let guard = &self.parts.guard;
         guard.vet_host(head.host, door)?;
         guard.vet_origin(head.origin, door)?;
@@ -130,18 +111,12 @@ impl Core {
         let body_max = self.parts.limits.body_bytes_max(class);
         let post = head.method == "POST";
         if post && !head.content_type.is_some_and(head::is_json) {
-            return Err(
-                Error::new(Code::NotJson, "POST needs Content-Type: application/json").into(),
-            );
+            return Err(Error::new(Code::NotJson, "POST needs Content-Type: application/json").into());
         }
         let allowed = if post { body_max } else { 0 };
         match head.framing {
             Framing::Length(n) if n > allowed => {
-                return Err(Error::new(
-                    Code::TooLarge,
-                    format!("a body of {n} bytes, at most {allowed} here"),
-                )
-                .into());
+                return Err(Error::new(Code::TooLarge, format!("a body of {n} bytes, at most {allowed} here")).into());
             }
             Framing::Chunked if allowed == 0 => {
                 return Err(Error::new(Code::TooLarge, "this route takes no body").into());
@@ -149,29 +124,16 @@ impl Core {
             Framing::None | Framing::Length(_) | Framing::Chunked => {}
         }
         match route.lane() {
-            Lane::Local => Ok(if class == Class::Login && post {
-                Plan::Login
-            } else {
-                Plan::Own(route)
-            }),
+            Lane::Local => Ok(if class == Class::Login && post { Plan::Login } else { Plan::Own(route) }),
             Lane::Push => plan_push(head),
             lane @ (Lane::Work | Lane::Wait | Lane::Bulk) => {
-                let wait_ms = if let Route::Turns { wait_ms, .. } = route {
-                    wait_ms
-                } else {
-                    0
-                };
+                let wait_ms = if let Route::Turns { wait_ms, .. } = route { wait_ms } else { 0 };
                 let lane = match lane {
                     Lane::Wait => WAIT,
                     Lane::Bulk => BULK,
                     Lane::Work | Lane::Local | Lane::Push => WORK,
                 };
-                Ok(Plan::Pool {
-                    lane,
-                    upstream_head: upstream_head(head, class),
-                    repeatable: !post,
-                    wait_ms,
-                })
+                Ok(Plan::Pool { lane, upstream_head: upstream_head(head, class), repeatable: !post, wait_ms })
             }
         }
     }
@@ -184,10 +146,7 @@ fn upstream_head(head: &Head<'_>, class: Class) -> Vec<u8> {
         out.extend_from_slice(part.as_bytes());
     }
     if matches!(class, Class::Media | Class::PendingImage | Class::Asset) {
-        for (name, value) in [
-            ("Range: ", head.range),
-            ("If-None-Match: ", head.if_none_match),
-        ] {
+        for (name, value) in [("Range: ", head.range), ("If-None-Match: ", head.if_none_match)] {
             if let Some(value) = value {
                 for part in [name, value, "\r\n"] {
                     out.extend_from_slice(part.as_bytes());
@@ -207,23 +166,15 @@ fn plan_push(head: &Head<'_>) -> Result<Plan, Refusal> {
     let mut cursor = route::events_after(query)?;
     let kind = if head.websocket {
         if head.websocket_version != Some("13") {
-            return Err(
-                Error::new(Code::UpgradeRequired, "the WebSocket version must be 13").into(),
-            );
+            return Err(Error::new(Code::UpgradeRequired, "the WebSocket version must be 13").into());
         }
         let Some(key) = head.websocket_key.filter(|k| head::is_websocket_key(k)) else {
-            return Err(Error::new(
-                Code::BadRequest,
-                "Sec-WebSocket-Key is not 16 bytes of base64",
-            )
-            .into());
+            return Err(Error::new(Code::BadRequest, "Sec-WebSocket-Key is not 16 bytes of base64").into());
         };
         if head.http10 {
             return Err(Error::new(Code::BadRequest, "a WebSocket needs HTTP/1.1").into());
         }
-        UpgradeKind::WebSocket {
-            key: key.to_owned(),
-        }
+        UpgradeKind::WebSocket { key: key.to_owned() }
     } else if head.accept.is_some_and(|a| a.contains("text/event-stream")) {
         // What a browser got last counts more than where the page once began.
         if let Some(last) = head.last_event_id.filter(|l| !l.is_empty()) {

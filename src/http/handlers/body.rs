@@ -77,7 +77,8 @@ impl<'a> Fields<'a> {
 
     /// The `images` field, decoded.
     pub fn images(&self) -> Result<Vec<Image>> {
-        let list: Vec<RawImage<'a>> = self.optional("images", "a list of {id, mimeType, dataBase64}")?.unwrap_or_default();
+        let list: Vec<RawImage<'a>> =
+            self.optional("images", "a list of {id, mimeType, dataBase64}")?.unwrap_or_default();
         let all: usize = list.iter().map(|i| i.data_base64.len()).sum();
         if all > IMAGES_BASE64_BYTES_MAX {
             return Err(Error::new(
@@ -164,9 +165,18 @@ mod tests {
             (r#"{"session":"a","message":null}"#, "message"),
             (r#"{"session":"a","message":"","messageId":"é"}"#, "messageId"),
             (r#"{"session":"a","message":"","images":{}}"#, "images"),
-            (r#"{"session":"a","message":"","images":[{"mimeType":"text/html","dataBase64":"QQ=="}]}"#, "images[0].mimeType"),
-            (r#"{"session":"a","message":"","images":[{"mimeType":"image/png","dataBase64":"?"}]}"#, "images[0].dataBase64"),
-            (r#"{"session":"a","message":"","images":[{"mimeType":"image/png","dataBase64":""}]}"#, "images[0].dataBase64"),
+            (
+                r#"{"session":"a","message":"","images":[{"mimeType":"text/html","dataBase64":"QQ=="}]}"#,
+                "images[0].mimeType",
+            ),
+            (
+                r#"{"session":"a","message":"","images":[{"mimeType":"image/png","dataBase64":"?"}]}"#,
+                "images[0].dataBase64",
+            ),
+            (
+                r#"{"session":"a","message":"","images":[{"mimeType":"image/png","dataBase64":""}]}"#,
+                "images[0].dataBase64",
+            ),
             (r#"{"session":"a","message":"","seedFeatures":[1]}"#, "seedFeatures"),
         ] {
             let (code, text) = error(body, |f| {

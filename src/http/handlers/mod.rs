@@ -68,12 +68,9 @@ impl Handler for Handlers {
             Route::Asset { path } => read::asset(&path, if_none_match.as_deref(), accepts_gzip),
             Route::ThreadsSend => self.send_to_thread(&body),
             Route::Threads => Ok(self.threads()),
-            Route::Events
-            | Route::DebugThreads
-            | Route::Healthz
-            | Route::Readyz
-            | Route::Metrics
-            | Route::Login => Err(Error::internal("the gate answers this route itself")),
+            Route::Events | Route::DebugThreads | Route::Healthz | Route::Readyz | Route::Metrics | Route::Login => {
+                Err(Error::internal("the gate answers this route itself"))
+            }
         }
     }
 }

@@ -48,6 +48,16 @@ impl Handlers {
                 "features": crate::session::features::Features::default(), "cursor": cursor,
             })));
         };
+        let window = Window::Tail { tail, min_real_user_messages: 0 };
+        let read = || match context.archive.path_of(&id) {
+            Some(_) => context.archive.history(&id, window).map(|page| (true, page)),
+            None => Ok((false, Page::empty())),
+        };
+        let early = crate::faults::planted("entries_before_pending").then(&read).transpose()?;
+        if early.is_some() {
+            // Wide enough for a test to find.
+            std::thread::sleep(Duration::from_millis(15));
+        }
         let pending = context.journal.pending(&id)?;
         let delivered: Vec<_> = context
             .journal
@@ -56,14 +66,15 @@ impl Handlers {
             .map(|(uuid, turn)| json!({"uuid": uuid, "turnId": turn}))
             .collect();
         let session = self.registry.find(&id).ok();
-        let has_file = context.archive.path_of(&id).is_some();
+        let (has_file, page) = match early {
+            Some(early) => early,
+            None => read()?,
+        };
         let kind = match &session {
             None => "unavailable",
             Some(s) if s.state().resumable && !has_file => "unavailable",
             Some(_) => "resumable",
         };
-        let window = Window::Tail { tail, min_real_user_messages: 0 };
-        let page = if has_file { context.archive.history(&id, window)? } else { Page::empty() };
         let features = session.as_ref().map(|s| s.state().features.clone()).unwrap_or_default();
         // For an agent that keeps no uuids: which user lines were there before a message was accepted.
         let known_before = |at_ms: i64| -> Vec<&str> {
@@ -280,7 +291,9 @@ mod tests {
 
     #[test]
     fn etags_in_a_list() {
-        for (list, yes) in [("\"a\"", true), ("W/\"a\"", true), ("\"b\", \"a\"", true), ("*", true), ("\"b\"", false), ("", false)] {
+        for (list, yes) in
+            [("\"a\"", true), ("W/\"a\"", true), ("\"b\", \"a\"", true), ("*", true), ("\"b\"", false), ("", false)]
+        {
             assert_eq!(matches_etag(list, "\"a\""), yes, "{list}");
         }
     }

@@ -46,6 +46,10 @@ impl<'a> Told<'a> {
                         told.accepted.entry(mark).or_default().push((id, text("messageUuid")));
                     }
                 }
+                // A thread's message is accepted too; its sender marks nothing.
+                "thread-message" => {
+                    uuids.insert(text("messageUuid"));
+                }
                 "chat-message-dispatched" => {
                     let turn = told.turns.entry(text("turnId")).or_default();
                     turn.dispatched += 1;

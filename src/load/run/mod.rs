@@ -297,7 +297,8 @@ pub fn run(options: RunOptions) -> io::Result<Outcome> {
     verdict.violations.append(&mut world.faults.lock());
     if let (Some(before), false, true) = (baseline, dies, host.spawned.is_some()) {
         progress("looking for leaks");
-        let slack = Slack { rss_kib: world.scenario.rss_slack_mib * 1024, ..Slack::default() };
+        let slack =
+            Slack { rss_kib: world.scenario.rss_slack_mib * 1024, fds: world.scenario.files_slack, ..Slack::default() };
         verdict.violations.append(&mut gather::leaks(&world, &host, &before, slack));
     }
     verdict.violations.sort();

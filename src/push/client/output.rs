@@ -55,11 +55,7 @@ impl LiveFrames {
         if let [only] = &self.frames[..] {
             return if sse { only.sse(epoch) } else { only.ws() };
         }
-        let joined = if sse {
-            &mut self.joined_sse
-        } else {
-            &mut self.joined_ws
-        };
+        let joined = if sse { &mut self.joined_sse } else { &mut self.joined_ws };
         if joined.is_empty() {
             for frame in &self.frames {
                 joined.extend_from_slice(if sse { frame.sse(epoch) } else { frame.ws() });
@@ -88,11 +84,7 @@ impl Client {
         let sse = self.is_sse();
         let bytes = live.joined(sse, epoch);
         let total = bytes.len();
-        let sent = match send(
-            &self.stream,
-            bytes,
-            SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
-        ) {
+        let sent = match send(&self.stream, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
             Ok(sent) => sent,
             Err(Errno::AGAIN | Errno::INTR) => 0,
             Err(_) => {
@@ -109,11 +101,7 @@ impl Client {
         }
         round.taken.clear();
         let numbered = live.frames.iter().zip(live.start..);
-        round.taken.extend(numbered.map(|(frame, number)| Taken {
-            frame: frame.clone(),
-            number,
-            dropped: 0,
-        }));
+        round.taken.extend(numbered.map(|(frame, number)| Taken { frame: frame.clone(), number, dropped: 0 }));
         self.account_frames(sent, round);
         self.block(round);
     }
@@ -168,12 +156,7 @@ impl Client {
         }
         match &self.place {
             Place::Live => {
-                let (seen, lost) = bus.read(
-                    &mut self.reader,
-                    WRITE_FRAMES_MAX,
-                    WRITE_BYTES_MAX,
-                    round.taken,
-                );
+                let (seen, lost) = bus.read(&mut self.reader, WRITE_FRAMES_MAX, WRITE_BYTES_MAX, round.taken);
                 Counters::add(&round.shared.counters.transient_dropped, lost);
                 if seen == Reading::Behind {
                     self.reader.transient_from = self.reader.transient_from.max(self.reader.next);
@@ -183,11 +166,7 @@ impl Client {
             }
             Place::Replaying(Some((batch, passed))) => {
                 let rest = batch.frames[*passed..].iter().take(WRITE_FRAMES_MAX);
-                round.taken.extend(rest.map(|frame| Taken {
-                    frame: frame.clone(),
-                    number: 0,
-                    dropped: 0,
-                }));
+                round.taken.extend(rest.map(|frame| Taken { frame: frame.clone(), number: 0, dropped: 0 }));
             }
             Place::Opening(_) | Place::Seeking(_) | Place::Replaying(None) | Place::Closing(_) => {}
         }
@@ -197,10 +176,7 @@ impl Client {
         let epoch = round.shared.bus.epoch();
         let mut slices = [IoSlice::new(&[]); WRITE_FRAMES_MAX + 2];
         let (mut count, mut total) = (0, 0);
-        let rest = self
-            .partial
-            .as_ref()
-            .map(|(frame, at)| &self.bytes_of(frame, epoch)[*at..]);
+        let rest = self.partial.as_ref().map(|(frame, at)| &self.bytes_of(frame, epoch)[*at..]);
         let control = (!self.control.is_empty()).then_some(&self.control[..]);
         let frames = round.taken.iter().map(|t| self.bytes_of(&t.frame, epoch));
         for bytes in rest.into_iter().chain(control).chain(frames) {
@@ -211,12 +187,7 @@ impl Client {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         let sent = match &slices[..count] {
             [only] => send(&self.stream, only, flags),
-            several => sendmsg(
-                &self.stream,
-                several,
-                &mut SendAncillaryBuffer::default(),
-                flags,
-            ),
+            several => sendmsg(&self.stream, several, &mut SendAncillaryBuffer::default(), flags),
         };
         (total, sent)
     }
@@ -262,10 +233,7 @@ impl Client {
             let len = self.bytes_of(&taken.frame, epoch).len();
             if let Place::Live = self.place {
                 self.reader.pass(taken);
-                Counters::add(
-                    &round.shared.counters.transient_dropped,
-                    u64::from(taken.dropped),
-                );
+                Counters::add(&round.shared.counters.transient_dropped, u64::from(taken.dropped));
             } else {
                 self.reader.after = taken.frame.id();
             }
@@ -279,11 +247,7 @@ impl Client {
         if let Place::Replaying(Some((_, passed))) = &mut self.place {
             *passed += passed_now;
         }
-        round
-            .shared
-            .counters
-            .frames_sent
-            .fetch_add(passed_now as u64, Ordering::Relaxed);
+        round.shared.counters.frames_sent.fetch_add(passed_now as u64, Ordering::Relaxed);
         // Frames must not outlive the write because of us.
         round.taken.clear();
     }

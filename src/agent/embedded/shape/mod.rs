@@ -38,11 +38,7 @@ fn uuid_text(uuid: crate::ids::MessageUuid) -> String {
 
 /// `msg_` or another prefix with random letters.
 pub fn api_id(prefix: &str) -> String {
-    let letters: String = fresh()
-        .chars()
-        .filter(char::is_ascii_alphanumeric)
-        .take(22)
-        .collect();
+    let letters: String = fresh().chars().filter(char::is_ascii_alphanumeric).take(22).collect();
     format!("{prefix}_{letters}")
 }
 
@@ -51,7 +47,8 @@ pub fn now() -> String {
     crate::clock::rfc3339(crate::clock::now_ms())
 }
 
-const START_USAGE: &str = r#"{"input_tokens":100,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":1}"#;
+const START_USAGE: &str =
+    r#"{"input_tokens":100,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":1}"#;
 
 fn usage(output_tokens: u64) -> String {
     format!(
@@ -88,31 +85,21 @@ pub enum Block {
     /// Thoughts.
     Thinking(String),
     /// A tool call; `input` is JSON.
-    Tool {
-        id: String,
-        name: String,
-        input: String,
-    },
+    Tool { id: String, name: String, input: String },
 }
 
-const SIGNATURE: &str =
-    "c2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2ln";
+const SIGNATURE: &str = "c2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2lnc2ln";
 
 impl Block {
     fn json(&self) -> String {
         match self {
             Block::Text(text) => Obj::new().str("type", "text").str("text", text).end(),
-            Block::Thinking(text) => Obj::new()
-                .str("type", "thinking")
-                .str("thinking", text)
-                .str("signature", SIGNATURE)
-                .end(),
-            Block::Tool { id, name, input } => Obj::new()
-                .str("type", "tool_use")
-                .str("id", id)
-                .str("name", name)
-                .raw("input", input)
-                .end(),
+            Block::Thinking(text) => {
+                Obj::new().str("type", "thinking").str("thinking", text).str("signature", SIGNATURE).end()
+            }
+            Block::Tool { id, name, input } => {
+                Obj::new().str("type", "tool_use").str("id", id).str("name", name).raw("input", input).end()
+            }
         }
     }
 
@@ -120,12 +107,9 @@ impl Block {
         match self {
             Block::Text(_) => r#"{"type":"text","text":""}"#.to_owned(),
             Block::Thinking(_) => r#"{"type":"thinking","thinking":"","signature":""}"#.to_owned(),
-            Block::Tool { id, name, .. } => Obj::new()
-                .str("type", "tool_use")
-                .str("id", id)
-                .str("name", name)
-                .raw("input", "{}")
-                .end(),
+            Block::Tool { id, name, .. } => {
+                Obj::new().str("type", "tool_use").str("id", id).str("name", name).raw("input", "{}").end()
+            }
         }
     }
 }
@@ -144,19 +128,13 @@ pub struct ApiMessage {
 impl ApiMessage {
     /// A fresh one.
     pub fn new(answers: Vec<String>) -> Self {
-        Self {
-            id: api_id("msg"),
-            request_id: api_id("req"),
-            answers,
-        }
+        Self { id: api_id("msg"), request_id: api_id("req"), answers }
     }
 }
 
 fn answers(obj: Obj, uuids: &[String]) -> Obj {
     match uuids.last() {
-        Some(last) => obj
-            .str("user_message_uuid", last)
-            .raw("user_message_uuids", strings(uuids)),
+        Some(last) => obj.str("user_message_uuid", last).raw("user_message_uuids", strings(uuids)),
         None => obj,
     }
 }
@@ -180,10 +158,7 @@ fn synthetic(text: &str) -> String {
         .str("stop_sequence", "")
         .str("type", "message")
         .raw("usage", START_USAGE)
-        .raw(
-            "content",
-            format_args!("[{}]", Block::Text(text.to_owned()).json()),
-        )
+        .raw("content", format_args!("[{}]", Block::Text(text.to_owned()).json()))
         .raw("context_management", "null")
         .end()
 }

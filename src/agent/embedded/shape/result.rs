@@ -42,8 +42,7 @@ pub struct ResultLine<'a> {
 impl ResultLine<'_> {
     /// JSON; an aborted turn has none.
     fn api_error_status(&self) -> Option<&'static str> {
-        self.result
-            .map(|_| if self.is_error { "400" } else { "null" })
+        self.result.map(|_| if self.is_error { "400" } else { "null" })
     }
 }
 
@@ -59,8 +58,7 @@ impl Session {
     fn current_result(&self, end: &ResultLine<'_>) -> String {
         let aborted = !end.errors.is_empty();
         // The turn's own message leads; folded ones follow it in the list.
-        let leader =
-            |obj: Obj, here: bool| obj.str_if("user_message_uuid", end.leader.filter(|_| here));
+        let leader = |obj: Obj, here: bool| obj.str_if("user_message_uuid", end.leader.filter(|_| here));
         let obj = Obj::new()
             .raw("duration_api_ms", end.duration_ms)
             .str_or_null("stop_reason", end.stop.word())
@@ -78,17 +76,13 @@ impl Session {
             .str("subtype", end.subtype)
             .raw_if("api_error_status", end.api_error_status())
             .str_if("result", end.result)
-            .when(aborted, |obj| {
-                leader(obj.raw("errors", strings(end.errors)), true)
-            })
+            .when(aborted, |obj| leader(obj.raw("errors", strings(end.errors)), true))
             .str("type", "result")
             .raw("duration_ms", end.duration_ms)
             .str("uuid", &fresh())
             .raw("begun_message_ids", strings(end.message_ids));
         leader(obj, !aborted)
-            .when(end.leader.is_some(), |obj| {
-                obj.raw("user_message_uuids", strings(end.uuids))
-            })
+            .when(end.leader.is_some(), |obj| obj.raw("user_message_uuids", strings(end.uuids)))
             .raw("queued_turn_count", 0)
             .raw("result_index", end.index)
             .end()
@@ -136,10 +130,7 @@ impl Session {
         match self.profile {
             Profile::Current => {
                 let obj = shared(Obj::new().raw("is_error", false).raw("duration_api_ms", 0));
-                let obj = obj
-                    .raw("safety_stops", 0)
-                    .str("subtype", "success")
-                    .str("result", "");
+                let obj = obj.raw("safety_stops", 0).str("subtype", "success").str("result", "");
                 let obj = obj.str_if("user_message_uuid", uuid);
                 let obj = match uuid {
                     Some(uuid) => obj.raw("user_message_uuids", strings(&[uuid])),
@@ -153,13 +144,8 @@ impl Session {
                     .end()
             }
             Profile::Old => {
-                let obj = Obj::new()
-                    .str("type", "result")
-                    .str("subtype", "success")
-                    .raw("is_error", false);
-                shared(obj.raw("duration_ms", 0).raw("duration_api_ms", 0))
-                    .str("uuid", &fresh())
-                    .end()
+                let obj = Obj::new().str("type", "result").str("subtype", "success").raw("is_error", false);
+                shared(obj.raw("duration_ms", 0).raw("duration_api_ms", 0)).str("uuid", &fresh()).end()
             }
         }
     }

@@ -2,20 +2,12 @@
 
 use super::super::Profile;
 use super::super::json::{Obj, strings};
-use super::{
-    ApiMessage, Block, SIGNATURE, START_USAGE, Session, StopReason, answers, fresh, now, synthetic,
-};
+use super::{ApiMessage, Block, SIGNATURE, START_USAGE, Session, StopReason, answers, fresh, now, synthetic};
 
 impl Session {
     /// `command_lifecycle`.
     pub fn lifecycle(&self, command: &str, state: &str) -> String {
-        self.told(
-            Obj::new()
-                .str("type", "command_lifecycle")
-                .str("command_uuid", command)
-                .str("state", state),
-        )
-        .end()
+        self.told(Obj::new().str("type", "command_lifecycle").str("command_uuid", command).str("state", state)).end()
     }
 
     /// `system/init`.
@@ -36,17 +28,12 @@ impl Session {
 
     /// `system/status`: a request to the model is on its way.
     pub fn requesting(&self, uuids: &[String]) -> String {
-        let obj = Obj::new()
-            .str("type", "system")
-            .str("subtype", "status")
-            .str("status", "requesting");
+        let obj = Obj::new().str("type", "system").str("subtype", "status").str("status", "requesting");
         match self.profile {
             Profile::Current => obj
                 .str("session_id", &self.id)
                 .str("uuid", &fresh())
-                .when(!uuids.is_empty(), |obj| {
-                    obj.raw("user_message_uuids", strings(uuids))
-                })
+                .when(!uuids.is_empty(), |obj| obj.raw("user_message_uuids", strings(uuids)))
                 .end(),
             Profile::Old => self.told(obj).end(),
         }
@@ -54,19 +41,11 @@ impl Session {
 
     /// The answer to a control request.
     pub fn control_response(&self, request_id: &str, still_queued: &[String]) -> String {
-        let inner = Obj::new()
-            .str("subtype", "success")
-            .str("request_id", request_id);
+        let inner = Obj::new().str("subtype", "success").str("request_id", request_id);
         let inner = inner.when(self.profile == Profile::Current, |obj| {
-            obj.raw(
-                "response",
-                Obj::new().raw("still_queued", strings(still_queued)).end(),
-            )
+            obj.raw("response", Obj::new().raw("still_queued", strings(still_queued)).end())
         });
-        Obj::new()
-            .str("type", "control_response")
-            .raw("response", inner.end())
-            .end()
+        Obj::new().str("type", "control_response").raw("response", inner.end()).end()
     }
 
     /// The question whether a tool may run.
@@ -80,11 +59,7 @@ impl Session {
             .raw("input", input)
             .str("tool_use_id", id)
             .end();
-        Obj::new()
-            .str("type", "control_request")
-            .str("request_id", request_id)
-            .raw("request", request)
-            .end()
+        Obj::new().str("type", "control_request").str("request_id", request_id).raw("request", request).end()
     }
 
     fn stream(&self, message: &ApiMessage, event: String) -> Obj {
@@ -92,21 +67,14 @@ impl Session {
     }
 
     /// A frame of the model's stream; `more` stands before the message's id.
-    fn stream_with(
-        &self,
-        message: &ApiMessage,
-        event: String,
-        more: impl FnOnce(Obj) -> Obj,
-    ) -> Obj {
+    fn stream_with(&self, message: &ApiMessage, event: String, more: impl FnOnce(Obj) -> Obj) -> Obj {
         let obj = Obj::new()
             .str("type", "stream_event")
             .raw("event", event)
             .str("session_id", &self.id)
             .raw("parent_tool_use_id", "null")
             .str("uuid", &fresh());
-        more(obj).when(self.profile == Profile::Current, |obj| {
-            obj.str("api_message_id", &message.id)
-        })
+        more(obj).when(self.profile == Profile::Current, |obj| obj.str("api_message_id", &message.id))
     }
 
     /// `message_start`.
@@ -120,15 +88,8 @@ impl Session {
             .raw("stop_reason", "null")
             .raw("stop_sequence", "null")
             .raw("usage", START_USAGE);
-        let event = Obj::new()
-            .str("type", "message_start")
-            .raw("message", start.end())
-            .end();
-        answers(
-            self.stream_with(message, event, |obj| obj.raw("ttft_ms", ttft_ms)),
-            &message.answers,
-        )
-        .end()
+        let event = Obj::new().str("type", "message_start").raw("message", start.end()).end();
+        answers(self.stream_with(message, event, |obj| obj.raw("ttft_ms", ttft_ms)), &message.answers).end()
     }
 
     /// `content_block_start`.
@@ -148,82 +109,42 @@ impl Session {
             Block::Thinking(_) => ("thinking_delta", "thinking"),
             Block::Tool { .. } => ("input_json_delta", "partial_json"),
         };
-        self.any_delta(
-            message,
-            index,
-            &Obj::new().str("type", kind).str(key, piece).end(),
-        )
+        self.any_delta(message, index, &Obj::new().str("type", kind).str(key, piece).end())
     }
 
     /// The signature that ends a thinking block.
     pub fn signature(&self, message: &ApiMessage, index: usize) -> String {
-        self.any_delta(
-            message,
-            index,
-            &Obj::new()
-                .str("type", "signature_delta")
-                .str("signature", SIGNATURE)
-                .end(),
-        )
+        self.any_delta(message, index, &Obj::new().str("type", "signature_delta").str("signature", SIGNATURE).end())
     }
 
     fn any_delta(&self, message: &ApiMessage, index: usize, delta: &str) -> String {
-        let event = Obj::new()
-            .str("type", "content_block_delta")
-            .raw("index", index)
-            .raw("delta", delta)
-            .end();
+        let event = Obj::new().str("type", "content_block_delta").raw("index", index).raw("delta", delta).end();
         self.stream(message, event).end()
     }
 
     /// `content_block_stop`.
     pub fn block_stop(&self, message: &ApiMessage, index: usize) -> String {
-        self.stream(
-            message,
-            Obj::new()
-                .str("type", "content_block_stop")
-                .raw("index", index)
-                .end(),
-        )
-        .end()
+        self.stream(message, Obj::new().str("type", "content_block_stop").raw("index", index).end()).end()
     }
 
     /// `message_delta`.
-    pub fn message_delta(
-        &self,
-        message: &ApiMessage,
-        stop: StopReason,
-        output_tokens: u64,
-    ) -> String {
-        let delta = Obj::new()
-            .str_or_null("stop_reason", stop.word())
-            .raw("stop_sequence", "null")
-            .end();
+    pub fn message_delta(&self, message: &ApiMessage, stop: StopReason, output_tokens: u64) -> String {
+        let delta = Obj::new().str_or_null("stop_reason", stop.word()).raw("stop_sequence", "null").end();
         let event = Obj::new()
             .str("type", "message_delta")
             .raw("delta", delta)
-            .raw(
-                "usage",
-                Obj::new().raw("output_tokens", output_tokens).end(),
-            )
+            .raw("usage", Obj::new().raw("output_tokens", output_tokens).end())
             .end();
         self.stream(message, event).end()
     }
 
     /// `message_stop`.
     pub fn message_stop(&self, message: &ApiMessage) -> String {
-        self.stream(message, Obj::new().str("type", "message_stop").end())
-            .end()
+        self.stream(message, Obj::new().str("type", "message_stop").end()).end()
     }
 
     /// `assistant`, one block.
-    pub fn assistant(
-        &self,
-        message: &ApiMessage,
-        block: &Block,
-        uuid: &str,
-        aborted: bool,
-    ) -> String {
+    pub fn assistant(&self, message: &ApiMessage, block: &Block, uuid: &str, aborted: bool) -> String {
         let inner = Obj::new()
             .str("id", &message.id)
             .str("type", "message")
@@ -259,9 +180,7 @@ impl Session {
             .when(current, |obj| obj.str("timestamp", &now()))
             .str("error", "unknown")
             .when(current, |obj| {
-                let obj = obj
-                    .raw("is_api_error_message", true)
-                    .raw("api_error_status", 400);
+                let obj = obj.raw("is_api_error_message", true).raw("api_error_status", 400);
                 obj.str("api_error_type", "invalid_request_error")
             });
         answers(obj, uuids).end()
@@ -282,10 +201,7 @@ impl Session {
     pub fn user(&self, content: &str, uuid: &str, tool_use_result: Option<&str>) -> String {
         let obj = Obj::new()
             .str("type", "user")
-            .raw(
-                "message",
-                Obj::new().str("role", "user").raw("content", content).end(),
-            )
+            .raw("message", Obj::new().str("role", "user").raw("content", content).end())
             .raw("parent_tool_use_id", "null")
             .str("session_id", &self.id)
             .str("uuid", uuid)
@@ -298,10 +214,7 @@ impl Session {
 
     /// `system/<subtype>` about a background task; `more` adds what that subtype carries.
     pub fn task(&self, subtype: &str, more: impl FnOnce(Obj) -> Obj) -> String {
-        self.told(more(
-            Obj::new().str("type", "system").str("subtype", subtype),
-        ))
-        .end()
+        self.told(more(Obj::new().str("type", "system").str("subtype", subtype))).end()
     }
 
     /// `system/task_notification`: a background task has ended.
@@ -313,10 +226,7 @@ impl Session {
             .str("tool_use_id", tool_id)
             .str("status", "completed")
             .str("output_file", "")
-            .str(
-                "summary",
-                "Background command \"background\" completed (exit code 0)",
-            );
+            .str("summary", "Background command \"background\" completed (exit code 0)");
         match self.profile {
             Profile::Current => self.told(obj).end(),
             Profile::Old => obj.str("session_id", &self.id).str("uuid", &fresh()).end(),

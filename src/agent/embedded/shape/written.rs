@@ -64,16 +64,12 @@ impl Session {
     }
 
     fn head(parent: Option<&str>) -> Obj {
-        Obj::new()
-            .str_or_null("parentUuid", parent)
-            .raw("isSidechain", false)
+        Obj::new().str_or_null("parentUuid", parent).raw("isSidechain", false)
     }
 
     /// `queue-operation`; `more` adds what the operation carries.
     pub fn queue_operation(&self, operation: &str, more: impl FnOnce(Obj) -> Obj) -> String {
-        let obj = Obj::new()
-            .str("type", "queue-operation")
-            .str("operation", operation);
+        let obj = Obj::new().str("type", "queue-operation").str("operation", operation);
         let mut line = more(obj.str("timestamp", &now()).str("sessionId", &self.id)).end();
         line.push('\n');
         line
@@ -82,10 +78,7 @@ impl Session {
     /// `last-prompt`.
     pub fn last_prompt(&self, words: &str, leaf: Option<&str>) -> String {
         let short: String = words.chars().take(200).collect();
-        let obj = Obj::new()
-            .str("type", "last-prompt")
-            .str("lastPrompt", &short)
-            .str_if("leafUuid", leaf);
+        let obj = Obj::new().str("type", "last-prompt").str("lastPrompt", &short).str_if("leafUuid", leaf);
         let mut line = obj.str("sessionId", &self.id).end();
         line.push('\n');
         line
@@ -93,10 +86,7 @@ impl Session {
 
     /// A user line of the transcript.
     pub fn user_line(&self, line: &UserLine<'_>) -> String {
-        let message = Obj::new()
-            .str("role", "user")
-            .raw("content", line.content)
-            .end();
+        let message = Obj::new().str("role", "user").raw("content", line.content).end();
         let obj = Self::head(line.parent)
             .str("promptId", line.prompt_id)
             .str("type", "user")
@@ -110,58 +100,22 @@ impl Session {
         });
         let obj = obj
             .str("permissionMode", &self.permission_mode)
-            .when(line.origin.is_some(), |obj| {
-                obj.raw("origin", line.origin.unwrap_or("null"))
-            })
-            .str(
-                "promptSource",
-                if line.origin.is_some() {
-                    "system"
-                } else {
-                    "sdk"
-                },
-            );
+            .when(line.origin.is_some(), |obj| obj.raw("origin", line.origin.unwrap_or("null")))
+            .str("promptSource", if line.origin.is_some() { "system" } else { "sdk" });
         self.tail(match self.profile {
             Profile::Old => obj,
             Profile::Current => obj
                 .raw("sentAtMs", line.sent_at_ms)
-                .str(
-                    "rowSource",
-                    if line.origin.is_some() {
-                        "recorded"
-                    } else {
-                        "local"
-                    },
-                )
-                .str(
-                    "turnOrigin",
-                    if line.origin.is_some() {
-                        "task_notification"
-                    } else {
-                        "sdk"
-                    },
-                )
-                .raw(
-                    "turnPosition",
-                    format_args!(r#"{{"promptIndex":0,"turnIndex":{}}}"#, line.turn_index),
-                )
-                .when(!line.merged.is_empty(), |obj| {
-                    obj.raw("mergedSendUuids", strings(line.merged))
-                })
-                .when(line.origin.is_none(), |obj| {
-                    obj.str("turnAttributionKey", line.uuid)
-                }),
+                .str("rowSource", if line.origin.is_some() { "recorded" } else { "local" })
+                .str("turnOrigin", if line.origin.is_some() { "task_notification" } else { "sdk" })
+                .raw("turnPosition", format_args!(r#"{{"promptIndex":0,"turnIndex":{}}}"#, line.turn_index))
+                .when(!line.merged.is_empty(), |obj| obj.raw("mergedSendUuids", strings(line.merged)))
+                .when(line.origin.is_none(), |obj| obj.str("turnAttributionKey", line.uuid)),
         })
     }
 
     /// The companion of a line with photos, meant for the model only.
-    pub fn companion_line(
-        &self,
-        parent: &str,
-        prompt_id: &str,
-        photos: usize,
-        uuid: &str,
-    ) -> String {
+    pub fn companion_line(&self, parent: &str, prompt_id: &str, photos: usize, uuid: &str) -> String {
         let blocks: Vec<String> = (1..=photos)
             .map(|n| {
                 let text = format!("[Image: source: /tmp/agent-0/{}/images/{n}]", self.id);
@@ -172,10 +126,7 @@ impl Session {
         let obj = Self::head(Some(parent))
             .str("promptId", prompt_id)
             .str("type", "user")
-            .raw(
-                "message",
-                Obj::new().str("role", "user").raw("content", content).end(),
-            )
+            .raw("message", Obj::new().str("role", "user").raw("content", content).end())
             .raw("isMeta", true)
             .raw("turnCompanion", true)
             .str("uuid", uuid)
@@ -196,10 +147,7 @@ impl Session {
         let obj = Self::head(parent)
             .str("promptId", prompt_id)
             .str("type", "user")
-            .raw(
-                "message",
-                Obj::new().str("role", "user").raw("content", content).end(),
-            )
+            .raw("message", Obj::new().str("role", "user").raw("content", content).end())
             .str("uuid", uuid)
             .str("timestamp", &now())
             .raw("toolUseResult", result)
@@ -208,23 +156,12 @@ impl Session {
     }
 
     /// The note of an interruption as a user line. `content` is JSON.
-    pub fn interruption_line(
-        &self,
-        parent: Option<&str>,
-        prompt_id: &str,
-        content: &str,
-        uuid: &str,
-    ) -> String {
+    pub fn interruption_line(&self, parent: Option<&str>, prompt_id: &str, content: &str, uuid: &str) -> String {
         let obj = Self::head(parent)
             .str("promptId", prompt_id)
             .str("type", "user")
-            .raw(
-                "message",
-                Obj::new().str("role", "user").raw("content", content).end(),
-            )
-            .when(self.profile == Profile::Current, |obj| {
-                obj.str("rowSource", "harness")
-            })
+            .raw("message", Obj::new().str("role", "user").raw("content", content).end())
+            .when(self.profile == Profile::Current, |obj| obj.str("rowSource", "harness"))
             .str("uuid", uuid)
             .str("timestamp", &now());
         self.tail(obj)
@@ -251,9 +188,7 @@ impl Session {
             .str("type", "assistant")
             .str("uuid", line.uuid)
             .str("timestamp", &now())
-            .when(line.aborted && current, |obj| {
-                obj.raw("isAbortedMidStream", true)
-            })
+            .when(line.aborted && current, |obj| obj.raw("isAbortedMidStream", true))
             .when(current, |obj| obj.str("madeBy", "model"));
         self.tail(obj)
     }
@@ -268,19 +203,12 @@ impl Session {
             .str("error", "unknown")
             .raw("isApiErrorMessage", true)
             .raw("apiErrorStatus", 400)
-            .when(self.profile == Profile::Current, |obj| {
-                obj.str("apiErrorType", "invalid_request_error")
-            });
+            .when(self.profile == Profile::Current, |obj| obj.str("apiErrorType", "invalid_request_error"));
         self.tail(obj)
     }
 
     /// A user's words that were folded into a running turn.
-    pub fn queued_command_line(
-        &self,
-        parent: Option<&str>,
-        folded: &Incoming,
-        uuid: &str,
-    ) -> String {
+    pub fn queued_command_line(&self, parent: Option<&str>, folded: &Incoming, uuid: &str) -> String {
         let at = crate::clock::rfc3339(folded.at_ms);
         let attachment = Obj::new()
             .str("type", "queued_command")
@@ -288,14 +216,9 @@ impl Session {
             .str_if("source_uuid", folded.uuid.as_deref())
             .str("commandMode", "prompt")
             .str("timestamp", &at)
-            .when(self.profile == Profile::Current, |obj| {
-                obj.raw("hostsOwnTurn", true)
-            })
+            .when(self.profile == Profile::Current, |obj| obj.raw("hostsOwnTurn", true))
             .end();
-        let obj = Self::head(parent)
-            .raw("attachment", attachment)
-            .str("type", "attachment")
-            .str("uuid", uuid);
+        let obj = Self::head(parent).raw("attachment", attachment).str("type", "attachment").str("uuid", uuid);
         self.tail(obj.str("timestamp", &at))
     }
 
@@ -303,11 +226,7 @@ impl Session {
     pub fn clear_lines(&self, command_uuid: &str) -> (String, String) {
         let (caveat, output) = (fresh(), fresh());
         let user = |content: &str| Obj::new().str("role", "user").str("content", content).end();
-        let mut lines = Obj::new()
-            .str("type", "mode")
-            .str("mode", "normal")
-            .str("sessionId", &self.id)
-            .end();
+        let mut lines = Obj::new().str("type", "mode").str("mode", "normal").str("sessionId", &self.id).end();
         lines.push('\n');
         lines += &self.tail(
             Self::head(None)
@@ -339,13 +258,8 @@ impl Session {
 
     /// `cost-state`, the last line of a graceful end.
     pub fn cost_state(&self, total_cost_usd: f64) -> String {
-        let obj = Obj::new()
-            .str("type", "cost-state")
-            .str("sessionId", &self.id);
-        let mut line = obj
-            .raw("totalCostUSD", format_args!("{total_cost_usd:.5}"))
-            .raw("modelUsage", "{}")
-            .end();
+        let obj = Obj::new().str("type", "cost-state").str("sessionId", &self.id);
+        let mut line = obj.raw("totalCostUSD", format_args!("{total_cost_usd:.5}")).raw("modelUsage", "{}").end();
         line.push('\n');
         line
     }

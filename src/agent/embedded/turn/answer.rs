@@ -22,21 +22,19 @@ impl Turn {
         if let Some(size) = self.script.size {
             return filler(size);
         }
-        let words = self.words.split_whitespace().count();
-        let mut answer = match words {
+        // The server's snapshot of flags is no word of the person's.
+        let said = crate::transcript::record::without_chat_app(&self.words);
+        let said = said.trim();
+        let mut answer = match said.split_whitespace().count() {
             0 => "You wrote no words.".to_owned(),
-            1 => format!("You wrote 1 word: {}", shortened(&self.words)),
-            _ => format!("You wrote {words} words: {}", shortened(&self.words)),
+            1 => format!("You wrote 1 word: {}", shortened(said)),
+            words => format!("You wrote {words} words: {}", shortened(said)),
         };
         for (n, photo) in self.photos.iter().enumerate() {
             let _ = write!(answer, "\nPhoto {}: {}.", n + 1, photo.words());
         }
         for folded in &self.folded {
-            let _ = write!(
-                answer,
-                "\nMeanwhile you wrote: {}",
-                shortened(&folded.words)
-            );
+            let _ = write!(answer, "\nMeanwhile you wrote: {}", shortened(&folded.words));
         }
         answer
     }
@@ -95,34 +93,13 @@ mod tests {
 
     #[test]
     fn pieces_are_whole_characters_and_add_up() {
-        for (text, count) in [
-            ("", 1),
-            ("a", 1),
-            ("abc", 3),
-            ("ääää", 8),
-            ("one two three four", 5),
-            ("😀😀", 3),
-        ] {
-            let pieces: Vec<&str> = Pieces {
-                text,
-                count,
-                done: 0,
-                from: 0,
-            }
-            .collect();
+        for (text, count) in [("", 1), ("a", 1), ("abc", 3), ("ääää", 8), ("one two three four", 5), ("😀😀", 3)]
+        {
+            let pieces: Vec<&str> = Pieces { text, count, done: 0, from: 0 }.collect();
             assert_eq!(pieces.concat(), text);
             assert!(pieces.len() <= count, "{text}");
         }
-        assert_eq!(
-            Pieces {
-                text: "abcdef",
-                count: 3,
-                done: 0,
-                from: 0
-            }
-            .collect::<Vec<_>>(),
-            ["ab", "cd", "ef"]
-        );
+        assert_eq!(Pieces { text: "abcdef", count: 3, done: 0, from: 0 }.collect::<Vec<_>>(), ["ab", "cd", "ef"]);
     }
 
     #[test]
@@ -130,9 +107,6 @@ mod tests {
         for size in [0, 1, 25, 1000] {
             assert_eq!(filler(size).len(), size);
         }
-        assert_eq!(
-            shortened(&"é".repeat(3000)).chars().count(),
-            ECHO_CHARS_MAX + 1
-        );
+        assert_eq!(shortened(&"é".repeat(3000)).chars().count(), ECHO_CHARS_MAX + 1);
     }
 }

@@ -15,9 +15,7 @@ const DELTAS_PER_GLANCE: usize = 64;
 impl Agent {
     /// Everything between init and the result.
     pub(super) fn body(&mut self, turn: &mut Turn) -> Result<(), Stop> {
-        self.wait_until(Some(
-            Instant::now() + Duration::from_millis(turn.script.delay_ms),
-        ))?;
+        self.wait_until(Some(Instant::now() + Duration::from_millis(turn.script.delay_ms)))?;
         if turn.script.die == Some(Die::Before) {
             return Err(Stop::Exit(EXIT_DIED));
         }
@@ -25,14 +23,9 @@ impl Agent {
             return Ok(());
         }
         let thoughts = turn.script.think.take().map(|text| {
-            Block::Thinking(if text.is_empty() {
-                "I think about it for a while.".to_owned()
-            } else {
-                text
-            })
+            Block::Thinking(if text.is_empty() { "I think about it for a while.".to_owned() } else { text })
         });
-        let uses_tool =
-            turn.script.tool.is_some() || turn.script.ask || turn.script.bg_ms.is_some();
+        let uses_tool = turn.script.tool.is_some() || turn.script.ask || turn.script.bg_ms.is_some();
         if uses_tool {
             self.tool_message(turn, thoughts)?;
             self.open_message(turn)?;
@@ -49,12 +42,7 @@ impl Agent {
             (None, Some(deltas)) => deltas,
             (None, None) => (answer.len() / 1024).clamp(3, 64) as u64,
         };
-        self.say_block(
-            turn,
-            Block::Text(answer),
-            usize::try_from(deltas).unwrap_or(usize::MAX),
-            true,
-        )?;
+        self.say_block(turn, Block::Text(answer), usize::try_from(deltas).unwrap_or(usize::MAX), true)?;
         if turn.script.hang {
             self.wait_until(None)?;
         }
@@ -69,34 +57,16 @@ impl Agent {
             self.say_block(turn, thoughts, 3, false)?;
             self.close_block(turn)?;
         }
-        let name = turn
-            .script
-            .tool
-            .clone()
-            .filter(|name| !name.is_empty())
-            .unwrap_or_else(|| "Bash".to_owned());
+        let name = turn.script.tool.clone().filter(|name| !name.is_empty()).unwrap_or_else(|| "Bash".to_owned());
         let input = Obj::new()
-            .str(
-                "command",
-                &format!("sleep {}; echo done", turn.script.tool_ms as f64 / 1000.0),
-            )
+            .str("command", &format!("sleep {}; echo done", turn.script.tool_ms as f64 / 1000.0))
             .str("description", "background")
-            .when(turn.script.bg_ms.is_some(), |obj| {
-                obj.raw("run_in_background", true)
-            });
+            .when(turn.script.bg_ms.is_some(), |obj| obj.raw("run_in_background", true));
         let id = api_id("toolu");
-        let tool = Block::Tool {
-            id: id.clone(),
-            name,
-            input: input.end(),
-        };
+        let tool = Block::Tool { id: id.clone(), name, input: input.end() };
         self.say_block(turn, tool.clone(), 3, false)?;
         self.close_block(turn)?;
-        let asked_by = turn
-            .open
-            .as_ref()
-            .and_then(|open| open.done.last())
-            .map(|(_, uuid)| uuid.clone());
+        let asked_by = turn.open.as_ref().and_then(|open| open.done.last()).map(|(_, uuid)| uuid.clone());
         self.close_message(turn, StopReason::ToolUse)?;
         let lines = std::mem::take(&mut turn.final_lines);
         self.transcript.append(lines);
@@ -110,31 +80,19 @@ impl Agent {
         }
         if let Some(bg_ms) = turn.script.bg_ms {
             let task_id = task_id();
-            let task = Obj::new()
-                .str("task_id", &task_id)
-                .str("task_type", "local_bash");
+            let task = Obj::new().str("task_id", &task_id).str("task_type", "local_bash");
             let task = task.str("description", "background").end();
             let current = self.session.profile == Profile::Current;
             self.tasks_changed(&task)?;
             self.say(self.session.task("task_started", |obj| {
-                let obj = obj
-                    .str("task_id", &task_id)
-                    .str("tool_use_id", &id)
-                    .str("description", "background");
-                obj.when(current, |obj| obj.raw("is_backgrounded", true))
-                    .str("task_type", "local_bash")
+                let obj = obj.str("task_id", &task_id).str("tool_use_id", &id).str("description", "background");
+                obj.when(current, |obj| obj.raw("is_backgrounded", true)).str("task_type", "local_bash")
             }))?;
             // Counted from the turn's end; `finish` moves it there.
             let due = Instant::now() + Duration::from_millis(bg_ms);
-            self.background.push(Background {
-                due,
-                task_id,
-                tool_id: id.clone(),
-            });
+            self.background.push(Background { due, task_id, tool_id: id.clone() });
         }
-        self.wait_until(Some(
-            Instant::now() + Duration::from_millis(turn.script.tool_ms),
-        ))?;
+        self.wait_until(Some(Instant::now() + Duration::from_millis(turn.script.tool_ms)))?;
         let text = match (denied, turn.script.bg_ms) {
             (true, _) => TOOL_DENIED,
             (false, Some(_)) => "Command running in background.",
@@ -152,9 +110,7 @@ impl Agent {
         if self.session.profile == Profile::Old {
             return Ok(());
         }
-        self.say(self.session.task("background_tasks_changed", |obj| {
-            obj.raw("tasks", format_args!("[{tasks}]"))
-        }))
+        self.say(self.session.task("background_tasks_changed", |obj| obj.raw("tasks", format_args!("[{tasks}]"))))
     }
 
     /// Waits for the server's word on a tool.
@@ -174,19 +130,11 @@ impl Agent {
         }
     }
 
-    pub(super) fn tool_result(
-        &mut self,
-        turn: &mut Turn,
-        text: &str,
-        is_error: bool,
-    ) -> Result<(), Stop> {
+    pub(super) fn tool_result(&mut self, turn: &mut Turn, text: &str, is_error: bool) -> Result<(), Stop> {
         let Some((tool_id, asked_by)) = turn.running_tool.take() else {
             return Ok(());
         };
-        let block = Obj::new()
-            .str("tool_use_id", &tool_id)
-            .str("type", "tool_result")
-            .str("content", text);
+        let block = Obj::new().str("tool_use_id", &tool_id).str("type", "tool_result").str("content", text);
         let content = format!("[{}]", block.raw("is_error", is_error).end());
         let uuid = fresh();
         let result = Obj::new()
@@ -197,14 +145,8 @@ impl Agent {
             .end();
         self.say(self.session.user(&content, &uuid, Some(&result)))?;
         let parent = self.transcript.leaf.replace(uuid.clone());
-        let line = self.session.tool_result_line(
-            parent.as_deref(),
-            &turn.prompt_id,
-            &content,
-            &uuid,
-            &result,
-            &asked_by,
-        );
+        let line =
+            self.session.tool_result_line(parent.as_deref(), &turn.prompt_id, &content, &uuid, &result, &asked_by);
         self.transcript.append(line);
         Ok(())
     }
@@ -217,15 +159,11 @@ impl Agent {
             let current = self.session.profile == Profile::Current;
             let remove = self.session.queue_operation("remove", |obj| {
                 obj.when(current, |obj| {
-                    let obj = obj
-                        .str("content", &message.text)
-                        .str("reason", "absorbed_mid_turn");
+                    let obj = obj.str("content", &message.text).str("reason", "absorbed_mid_turn");
                     obj.str_if("commandUuid", message.uuid.as_deref())
                 })
             });
-            let line = self
-                .session
-                .queued_command_line(parent.as_deref(), &message, &uuid);
+            let line = self.session.queued_command_line(parent.as_deref(), &message, &uuid);
             self.transcript.append(remove + &line);
             self.lifecycle(message.uuid.as_deref(), "started")?;
             if self.names_uuids() {
@@ -238,33 +176,16 @@ impl Agent {
 
     fn open_message(&mut self, turn: &mut Turn) -> Result<(), Stop> {
         let first = turn.message_ids.is_empty();
-        let uuids = if first && self.session.profile == Profile::Current {
-            turn.uuids.clone()
-        } else {
-            Vec::new()
-        };
+        let uuids = if first && self.session.profile == Profile::Current { turn.uuids.clone() } else { Vec::new() };
         let message = ApiMessage::new(uuids);
         turn.message_ids.push(message.id.clone());
-        self.say(
-            self.session
-                .message_start(&message, turn.began.elapsed().as_millis()),
-        )?;
-        turn.open = Some(OpenMessage {
-            message,
-            done: Vec::new(),
-            block: None,
-        });
+        self.say(self.session.message_start(&message, turn.began.elapsed().as_millis()))?;
+        turn.open = Some(OpenMessage { message, done: Vec::new(), block: None });
         Ok(())
     }
 
     /// Says `block` in `pieces` deltas; `paced` ones keep the script's pauses and its death.
-    fn say_block(
-        &mut self,
-        turn: &mut Turn,
-        block: Block,
-        pieces: usize,
-        paced: bool,
-    ) -> Result<(), Stop> {
+    fn say_block(&mut self, turn: &mut Turn, block: Block, pieces: usize, paced: bool) -> Result<(), Stop> {
         let Some(open) = &mut turn.open else {
             return Ok(());
         };
@@ -276,19 +197,10 @@ impl Agent {
             Block::Text(text) | Block::Thinking(text) => text.as_str(),
             Block::Tool { input, .. } => input.as_str(),
         };
-        let pause = if paced && turn.script.flood.is_none() {
-            turn.script.delta_ms
-        } else {
-            0
-        };
+        let pause = if paced && turn.script.flood.is_none() { turn.script.delta_ms } else { 0 };
         self.out.holding = paced && turn.script.flood.is_some();
         let began = Instant::now();
-        let cuts = Pieces {
-            text,
-            count: pieces.clamp(1, text.len().max(1)),
-            done: 0,
-            from: 0,
-        };
+        let cuts = Pieces { text, count: pieces.clamp(1, text.len().max(1)), done: 0, from: 0 };
         let half = cuts.count / 2;
         for (n, piece) in cuts.enumerate() {
             if paced && turn.script.die == Some(Die::Mid) && n >= half {
@@ -339,10 +251,7 @@ impl Agent {
         let Some(open) = turn.open.take() else {
             return Ok(());
         };
-        self.say(
-            self.session
-                .message_delta(&open.message, stop, turn.output_tokens),
-        )?;
+        self.say(self.session.message_delta(&open.message, stop, turn.output_tokens))?;
         self.say(self.session.message_stop(&open.message))?;
         turn.final_lines = self.lines_of(&open, stop, turn.output_tokens, false);
         Ok(())

@@ -31,11 +31,7 @@ impl Agent {
                 errors.push("the script asked for this error".to_owned());
             }
             Some(text) => {
-                let text = if text.is_empty() {
-                    "API Error: 400 the script asked for this error"
-                } else {
-                    text
-                };
+                let text = if text.is_empty() { "API Error: 400 the script asked for this error" } else { text };
                 let uuid = fresh();
                 self.say(self.session.api_error(text, &uuid, &turn.uuids))?;
                 let parent = self.transcript.leaf.replace(uuid.clone());
@@ -50,24 +46,16 @@ impl Agent {
             return Err(Stop::Exit(EXIT_DIED));
         }
         let old_ms = (self.session.profile == Profile::Old).then(|| old_flush_ms(&turn.prompt_id));
-        let flush_ms = turn
-            .script
-            .flush_ms
-            .or(old_ms.and_then(|ms| i64::try_from(ms).ok()));
+        let flush_ms = turn.script.flush_ms.or(old_ms.and_then(|ms| i64::try_from(ms).ok()));
         match flush_ms {
             Some(late_ms) if late_ms > 0 => {
-                self.transcript.append_at(
-                    Instant::now() + Duration::from_millis(late_ms.unsigned_abs()),
-                    lines,
-                );
+                self.transcript.append_at(Instant::now() + Duration::from_millis(late_ms.unsigned_abs()), lines);
             }
             Some(early_ms) => {
                 self.transcript.append(lines);
                 // Too late for an interrupt: the answer is complete.
                 self.interrupts = Some(Interrupts::OnlyAnswered);
-                self.wait_until(Some(
-                    Instant::now() + Duration::from_millis(early_ms.unsigned_abs()),
-                ))?;
+                self.wait_until(Some(Instant::now() + Duration::from_millis(early_ms.unsigned_abs())))?;
             }
             None => self.transcript.append(lines),
         }
@@ -78,18 +66,10 @@ impl Agent {
         self.end_turn(
             turn,
             &Ending {
-                subtype: if errors.is_empty() {
-                    "success"
-                } else {
-                    "error_during_execution"
-                },
+                subtype: if errors.is_empty() { "success" } else { "error_during_execution" },
                 terminal_reason: if failed { "api_error" } else { "completed" },
                 is_error: failed,
-                stop: if failed {
-                    StopReason::None
-                } else {
-                    StopReason::EndTurn
-                },
+                stop: if failed { StopReason::None } else { StopReason::EndTurn },
                 result: result.as_deref(),
                 errors: &errors,
             },
@@ -128,25 +108,14 @@ impl Agent {
                     open.done.push((kept, uuid));
                 }
             }
-            lines += &self.lines_of(
-                &open,
-                StopReason::None,
-                turn.output_tokens,
-                open_index.is_some(),
-            );
+            lines += &self.lines_of(&open, StopReason::None, turn.output_tokens, open_index.is_some());
             turn.open = Some(open);
         }
         let uuid = fresh();
-        let content = format!(
-            "[{}]",
-            Obj::new().str("type", "text").str("text", note).end()
-        );
+        let content = format!("[{}]", Obj::new().str("type", "text").str("text", note).end());
         self.say(self.session.user(&content, &uuid, None))?;
         let parent = self.transcript.leaf.replace(uuid.clone());
-        lines +=
-            &self
-                .session
-                .interruption_line(parent.as_deref(), &turn.prompt_id, &content, &uuid);
+        lines += &self.session.interruption_line(parent.as_deref(), &turn.prompt_id, &content, &uuid);
         self.transcript.append(lines);
         let current = self.session.profile == Profile::Current;
         // The old version leaves its stream open.
@@ -154,11 +123,7 @@ impl Agent {
             if let Some(index) = open_index {
                 self.say(self.session.block_stop(&open.message, index))?;
             }
-            self.say(self.session.message_delta(
-                &open.message,
-                StopReason::None,
-                turn.output_tokens,
-            ))?;
+            self.say(self.session.message_delta(&open.message, StopReason::None, turn.output_tokens))?;
             self.say(self.session.message_stop(&open.message))?;
         }
         self.end_turn(
@@ -169,10 +134,7 @@ impl Agent {
                 is_error: true,
                 stop,
                 result: None,
-                errors: &[
-                    "[ede_diagnostic] result_type=user last_content_type=n/a stop_reason=null"
-                        .to_owned(),
-                ],
+                errors: &["[ede_diagnostic] result_type=user last_content_type=n/a stop_reason=null".to_owned()],
             },
         )
     }
@@ -190,10 +152,7 @@ impl Agent {
             errors: end.errors,
             duration_ms: turn.began.elapsed().as_millis(),
             message_ids: &turn.message_ids,
-            leader: turn
-                .leader
-                .as_deref()
-                .or(turn.uuids.last().map(String::as_str)),
+            leader: turn.leader.as_deref().or(turn.uuids.last().map(String::as_str)),
             uuids: &turn.uuids,
             output_tokens: turn.output_tokens,
             total_cost_usd: self.total_cost_usd,
@@ -201,6 +160,11 @@ impl Agent {
         });
         self.results += 1;
         self.last_failed = end.is_error;
+        if crate::faults::is_armed("before_result") {
+            // What was said before is out.
+            self.out.flush()?;
+            crate::faults::point("before_result");
+        }
         self.say(result)?;
         if turn.script.die == Some(Die::After) {
             return Err(Stop::Exit(EXIT_DIED));
@@ -211,16 +175,8 @@ impl Agent {
                 task.due = due;
             }
         }
-        let folded: Vec<&str> = turn
-            .folded
-            .iter()
-            .filter_map(|message| message.uuid.as_deref())
-            .collect();
-        let state = if end.is_error {
-            "cancelled"
-        } else {
-            "completed"
-        };
+        let folded: Vec<&str> = turn.folded.iter().filter_map(|message| message.uuid.as_deref()).collect();
+        let state = if end.is_error { "cancelled" } else { "completed" };
         for at in 0..turn.uuids.len() {
             // Folded ones of a good turn were told before its result.
             if end.is_error || !folded.contains(&turn.uuids[at].as_str()) {
@@ -228,10 +184,7 @@ impl Agent {
                 self.lifecycle(Some(&uuid), state)?;
             }
         }
-        self.transcript.append(
-            self.session
-                .last_prompt(&turn.words, self.transcript.leaf.as_deref()),
-        );
+        self.transcript.append(self.session.last_prompt(&turn.words, self.transcript.leaf.as_deref()));
         Ok(())
     }
 }

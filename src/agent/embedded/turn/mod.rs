@@ -21,8 +21,7 @@ const EXIT_DIED: i32 = 9;
 /// Latest flush of the old version, in milliseconds.
 const OLD_FLUSH_MS_MAX: u64 = 100;
 
-const TOOL_DENIED: &str =
-    "The user doesn't want to proceed with this tool use. The tool use was rejected.";
+const TOOL_DENIED: &str = "The user doesn't want to proceed with this tool use. The tool use was rejected.";
 
 /// A turn under way.
 struct Turn {
@@ -59,10 +58,7 @@ impl Agent {
     pub(super) fn user_turn(&mut self) -> Result<(), Stop> {
         let is_clear = |message: &Incoming| message.text.trim() == "/clear";
         let mut batch = Vec::new();
-        while let Some(message) = self
-            .waiting
-            .pop_front_if(|next| batch.is_empty() || !is_clear(next))
-        {
+        while let Some(message) = self.waiting.pop_front_if(|next| batch.is_empty() || !is_clear(next)) {
             let alone = is_clear(&message);
             self.lifecycle(message.uuid.as_deref(), "started")?;
             batch.push(message);
@@ -70,14 +66,8 @@ impl Agent {
                 return self.clear(batch);
             }
         }
-        let dequeue = self
-            .session
-            .queue_operation("dequeue", |obj| obj)
-            .repeat(batch.len());
-        let mut uuids: Vec<String> = batch
-            .iter()
-            .filter_map(|message| message.uuid.clone())
-            .collect();
+        let dequeue = self.session.queue_operation("dequeue", |obj| obj).repeat(batch.len());
+        let mut uuids: Vec<String> = batch.iter().filter_map(|message| message.uuid.clone()).collect();
         let Some((message, mut merged)) = input::merge(batch, &self.defaults) else {
             return Ok(());
         };
@@ -87,10 +77,7 @@ impl Agent {
         }
         let script = message.script;
         self.interrupted = false;
-        if let Some(late_ms) = script
-            .late_id_ms
-            .or((script.init_ms > 0).then_some(script.init_ms))
-        {
+        if let Some(late_ms) = script.late_id_ms.or((script.init_ms > 0).then_some(script.init_ms)) {
             // An interrupt before init is answered and does nothing.
             self.interrupts = Some(Interrupts::OnlyAnswered);
             self.wait_until(Some(Instant::now() + Duration::from_millis(late_ms)))?;
@@ -101,12 +88,9 @@ impl Agent {
         self.interrupts = Some(script.interrupts.unwrap_or_default());
         let began = Instant::now();
         let prompt_id = fresh();
-        let line_uuid = message
-            .uuid
-            .clone()
-            .filter(|_| self.keep_uuid)
-            .unwrap_or_else(fresh);
+        let line_uuid = message.uuid.clone().filter(|_| self.keep_uuid).unwrap_or_else(fresh);
         self.transcript.turns += 1;
+        crate::faults::point("after_stdin_before_line");
         let mut lines = self.session.user_line(&UserLine {
             parent: self.transcript.leaf.as_deref(),
             prompt_id: &prompt_id,
@@ -121,10 +105,7 @@ impl Agent {
         let mut leaf = line_uuid.clone();
         if !message.photos.is_empty() {
             let companion = fresh();
-            lines +=
-                &self
-                    .session
-                    .companion_line(&leaf, &prompt_id, message.photos.len(), &companion);
+            lines += &self.session.companion_line(&leaf, &prompt_id, message.photos.len(), &companion);
             leaf = companion;
         }
         self.transcript.leaf = Some(leaf);
@@ -132,8 +113,7 @@ impl Agent {
         match script.user_flush_ms.or(old_ms) {
             Some(late_ms) => {
                 self.transcript.append(dequeue);
-                self.transcript
-                    .append_at(began + Duration::from_millis(late_ms), lines);
+                self.transcript.append_at(began + Duration::from_millis(late_ms), lines);
             }
             None => self.transcript.append(dequeue + &lines),
         }
@@ -158,24 +138,13 @@ impl Agent {
     }
 
     /// A turn that nobody asked for: the end of `task`, or one that began just as a line came.
-    pub(super) fn background_turn(
-        &mut self,
-        task: Option<Background>,
-        fold: bool,
-    ) -> Result<(), Stop> {
+    pub(super) fn background_turn(&mut self, task: Option<Background>, fold: bool) -> Result<(), Stop> {
         let on_send = task.is_none();
-        let task = task.unwrap_or_else(|| Background {
-            due: Instant::now(),
-            task_id: task_id(),
-            tool_id: fresh(),
-        });
+        let task = task.unwrap_or_else(|| Background { due: Instant::now(), task_id: task_id(), tool_id: fresh() });
         let id = task.task_id.as_str();
         let end_time = crate::clock::now_ms();
         self.say(self.session.task("task_updated", |obj| {
-            obj.str("task_id", id).raw(
-                "patch",
-                format_args!(r#"{{"status":"completed","end_time":{end_time}}}"#),
-            )
+            obj.str("task_id", id).raw("patch", format_args!(r#"{{"status":"completed","end_time":{end_time}}}"#))
         }))?;
         self.say(self.session.task_notification(id, &task.tool_id))?;
         self.tasks_changed("")?;
@@ -187,10 +156,7 @@ impl Agent {
             script.delay_ms = queued.script.delay_ms;
         }
         script.say = Some("The background task is done.".to_owned());
-        let origin = Obj::new()
-            .str("kind", "task-notification")
-            .str("producer", "session-task")
-            .end();
+        let origin = Obj::new().str("kind", "task-notification").str("producer", "session-task").end();
         let text = format!(
             "<task-notification>\n<task-id>{id}</task-id>\n<status>completed</status>\n<summary>Background command \"background\" completed (exit code 0)</summary>\n</task-notification>"
         );
@@ -207,9 +173,7 @@ impl Agent {
             turn_index: self.transcript.turns,
             merged: &[],
         });
-        let enqueue = self
-            .session
-            .queue_operation("enqueue", |obj| obj.str("content", &text));
+        let enqueue = self.session.queue_operation("enqueue", |obj| obj.str("content", &text));
         let dequeue = self.session.queue_operation("dequeue", |obj| obj);
         self.transcript.append(enqueue + &dequeue + &line);
         self.transcript.leaf = Some(uuid);
@@ -249,30 +213,22 @@ impl Agent {
         let Some(uuid) = batch.into_iter().next().map(|message| message.uuid) else {
             return Ok(());
         };
-        self.transcript
-            .append(self.session.queue_operation("dequeue", |obj| obj));
+        self.transcript.append(self.session.queue_operation("dequeue", |obj| obj));
         if self.session.profile == Profile::Current {
-            self.say(
-                self.session
-                    .conversation_reset(uuid.as_deref().unwrap_or_default()),
-            )?;
+            self.say(self.session.conversation_reset(uuid.as_deref().unwrap_or_default()))?;
             self.tasks_changed("")?;
         }
         self.background.clear();
         self.move_to(fresh());
         let kept = uuid.clone().filter(|_| self.names_uuids());
-        let (lines, leaf) = self
-            .session
-            .clear_lines(&kept.clone().unwrap_or_else(fresh));
+        let (lines, leaf) = self.session.clear_lines(&kept.clone().unwrap_or_else(fresh));
         self.transcript.append(lines);
         self.transcript.leaf = Some(leaf);
         self.say(self.session.init())?;
         if self.session.profile == Profile::Old {
             self.say(self.session.no_content())?;
         }
-        let result =
-            self.session
-                .command_result(kept.as_deref(), self.total_cost_usd, self.results);
+        let result = self.session.command_result(kept.as_deref(), self.total_cost_usd, self.results);
         self.results += 1;
         self.last_failed = false;
         self.say(result)?;
@@ -307,14 +263,7 @@ impl Agent {
 }
 
 fn task_id() -> String {
-    format!(
-        "b{}",
-        fresh()
-            .chars()
-            .filter(char::is_ascii_alphanumeric)
-            .take(8)
-            .collect::<String>()
-    )
+    format!("b{}", fresh().chars().filter(char::is_ascii_alphanumeric).take(8).collect::<String>())
 }
 
 /// 1 to 100 ms, from the letters of an id.
