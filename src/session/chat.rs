@@ -79,7 +79,7 @@ pub fn send(registry: &Arc<Registry>, word: &Word, draft: Draft) -> Result<Sent>
         return Err(Error::new(Code::ThreadSession, format!("{} is the conversation of a thread", session.id())));
     }
     ensure_resumable(&session)?;
-    registry.keep(&session);
+    let session = registry.pin(session);
     if let Some(features) = seeded {
         let mut state = session.state();
         // Seeds are for a conversation that has not begun.
@@ -88,10 +88,16 @@ pub fn send(registry: &Arc<Registry>, word: &Word, draft: Draft) -> Result<Sent>
         }
     }
     let sent = accept(&session, draft, claim, None);
-    match &sent {
-        Ok(Sent::Accepted { .. }) => registry.recorded(&session),
-        Ok(Sent::Repeat(_)) | Err(_) => registry.forget_unrecorded(&session),
+    if matches!(sent, Ok(Sent::Accepted { .. })) {
+        registry.recorded(&session);
+        return sent;
     }
+    let session = {
+        // The pin ends first: it stands for a send under way.
+        let pin = session;
+        Arc::clone(&pin)
+    };
+    registry.forget_unrecorded(&session);
     sent
 }
 

@@ -152,6 +152,33 @@ pub struct Registry {
     files: Mutex<()>,
 }
 
+/// A send is under way to this conversation, until dropped.
+pub struct Pin {
+    session: Arc<Session>,
+    registry: Arc<Registry>,
+}
+
+impl std::ops::Deref for Pin {
+    type Target = Arc<Session>;
+
+    fn deref(&self) -> &Arc<Session> {
+        &self.session
+    }
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        let may_go_now = {
+            let mut state = self.session.state();
+            state.pins -= 1;
+            state.may_be_closed()
+        };
+        if may_go_now {
+            self.registry.reconcile(&self.session);
+        }
+    }
+}
+
 impl Registry {
     /// Takes over what the journal recovered. Nothing runs until [`Registry::resume`].
     ///
@@ -352,12 +379,24 @@ impl Registry {
         self.sessions.lock().by_id.entry(id).or_insert_with(|| session.clone());
     }
 
-    /// Takes a conversation off the map whose first message was not recorded.
+    /// Puts a conversation on the map and keeps it there, its run open, while a send to it is under way.
+    #[must_use]
+    pub fn pin(self: &Arc<Self>, session: Arc<Session>) -> Pin {
+        let mut map = self.sessions.lock();
+        let id = session.id();
+        // Of two objects for one conversation only the one on the map may go on.
+        let session = map.by_id.entry(id).or_insert(session).clone();
+        session.state().pins += 1;
+        Pin { session, registry: self.clone() }
+    }
+
+    /// Takes a conversation off the map whose first message was not recorded, unless another send to it is under way.
     pub fn forget_unrecorded(&self, session: &Arc<Session>) {
         let id = session.id();
         let mut map = self.sessions.lock();
         let state = session.state();
-        if !map.known.contains_key(&id) && state.machine.inbox().is_empty() && !state.machine.holds_slot() {
+        let is_wanted = state.pins > 0 || !state.machine.inbox().is_empty() || state.machine.holds_slot();
+        if !map.known.contains_key(&id) && !is_wanted {
             map.by_id.remove(&id);
             if map.main.as_ref() == Some(&id) {
                 map.main = None;
