@@ -154,7 +154,7 @@ describe("the page", { timeout: 400_000 }, () => {
       await route.fulfill({ response }).catch(() => {});
     });
     const seen = await sample(w.page, "token-slow");
-    await say(w.page, "token-slow {{delay_ms=300 deltas=60 delta_ms=60}}");
+    await say(w.page, "token-slow {{delay_ms=300 deltas=60 delta_ms=60 size=600}}");
     await phase(w.page, "streaming");
     await sleep(1500);
     assert.equal(await w.page.getAttribute("#state", "data-phase"), "streaming");
