@@ -135,8 +135,8 @@ enum State {
     Head,
     /// Inside a line of another kind.
     Dropped {
-        /// Its last two bytes.
-        before: [u8; 2],
+        /// Its last byte before `carry`; 0 at its start.
+        before: u8,
         /// Its last byte that is no blank.
         end: u8,
     },
@@ -155,6 +155,8 @@ pub struct Scanner {
     strip_at: u64,
     /// Its first bytes, while they are fewer than [`HEAD_BYTES`].
     head: Vec<u8>,
+    /// Of a dropped line: what may be the start of a glued record, once more of it is seen. Short.
+    carry: Vec<u8>,
     glue: memmem::Finder<'static>,
 }
 
@@ -169,6 +171,7 @@ impl Scanner {
             line_at: offset,
             strip_at: offset,
             head: Vec::with_capacity(HEAD_BYTES),
+            carry: Vec::new(),
             glue: memmem::Finder::new(b"{\""),
         }
     }
@@ -219,6 +222,14 @@ impl Scanner {
         self.more(piece);
         if matches!(self.state, State::Head) {
             self.decide();
+        }
+        if let State::Dropped { before, end } = self.state
+            && !self.carry.is_empty()
+        {
+            // No more of it comes: judged as a whole line's end is.
+            self.at += piece.len() as u64;
+            self.pass_other(&[], 0, before, end, true);
+            self.at -= piece.len() as u64;
         }
         match std::mem::replace(&mut self.state, State::Fresh) {
             State::Fresh | State::Head => {}
@@ -282,7 +293,7 @@ impl Scanner {
                     self.look_for_glue(piece);
                 }
             }
-            State::Dropped { before, end } => self.pass_other(piece, Some(before), end),
+            State::Dropped { before, end } => self.pass_other(piece, 0, before, end, false),
         }
     }
 
@@ -291,7 +302,8 @@ impl Scanner {
         let head = std::mem::take(&mut self.head);
         let at = std::mem::replace(&mut self.at, self.line_at);
         if is_other_kind(&head) {
-            self.pass_other(&head, None, 0);
+            self.carry.clear();
+            self.pass_other(&head, 1, 0, 0, false);
         } else {
             self.begin_strip(self.line_at, false);
             self.strip.feed(&head);
@@ -316,28 +328,29 @@ impl Scanner {
         self.state = State::Strip { tail };
     }
 
-    /// `before`: the last two bytes of the line so far; none at its start.
-    fn pass_other(&mut self, piece: &[u8], before: Option<[u8; 2]>, end: u8) {
-        // The two bytes of a glued record's start can lie in two pieces.
-        if let Some([prev, b'{']) = before
-            && piece[0] == b'"'
-            && (!may_precede_value(prev) || starts_record(piece))
-        {
-            self.begin_strip(self.at - 1, true);
-            self.strip.feed(b"{");
-            self.strip.feed(piece);
+    /// Passes `piece` of a dropped line over, looking for a glued record from its byte `from` on. `before` is the byte in
+    /// front of it. What the end of the piece leaves open is carried over, unless it is the `last` of the line, so that
+    /// where reads divide the line changes nothing.
+    fn pass_other(&mut self, piece: &[u8], from: usize, before: u8, end: u8, last: bool) {
+        let carried = self.carry.len();
+        let joined;
+        let bytes = if carried == 0 {
+            piece
+        } else {
+            joined = [std::mem::take(&mut self.carry).as_slice(), piece].concat();
+            &joined
+        };
+        let at = self.at - carried as u64;
+        let open = if last { bytes.len() } else { open_from(bytes, before) };
+        if let Some(n) = self.find_glued(bytes, from, before).filter(|&n| n < open) {
+            self.begin_strip(at + n as u64, true);
+            self.strip.feed(&bytes[n..]);
             return;
         }
-        let [_, prev] = before.unwrap_or_default();
-        if let Some(n) = self.find_glued(piece, usize::from(before.is_none()), prev) {
-            self.begin_strip(self.at + n as u64, true);
-            self.strip.feed(&piece[n..]);
-            return;
-        }
-        let last = piece[piece.len() - 1];
-        let last_but_one = if piece.len() > 1 { piece[piece.len() - 2] } else { prev };
-        let end = piece.iter().rev().find(|b| !b.is_ascii_whitespace()).copied().unwrap_or(end);
-        self.state = State::Dropped { before: [last_but_one, last], end };
+        let passed = &bytes[..open];
+        let end = passed.iter().rev().find(|b| !b.is_ascii_whitespace()).copied().unwrap_or(end);
+        self.state = State::Dropped { before: passed.last().copied().unwrap_or(before), end };
+        self.carry.extend_from_slice(&bytes[open..]);
     }
 
     fn find_glued(&self, bytes: &[u8], from: usize, before: u8) -> Option<usize> {
@@ -363,6 +376,21 @@ fn may_precede_value(b: u8) -> bool {
 }
 
 /// True if what follows a `{` begins as conversation records do, as far as it is there.
+/// From where on the end of `bytes` may be the start of a glued record, but too little of it is there to tell.
+fn open_from(bytes: &[u8], before: u8) -> usize {
+    const LOOK_AHEAD: usize = b"{\"type\":\"attachment\"".len();
+    let near = bytes.len().saturating_sub(LOOK_AHEAD);
+    let start = (near..bytes.len()).find(|&n| {
+        let prev = if n == 0 { before } else { bytes[n - 1] };
+        match bytes[n..] {
+            [b'{'] => true,
+            [b'{', b'"', ..] => may_precede_value(prev) && starts_record(&bytes[n + 1..]),
+            _ => false,
+        }
+    });
+    start.unwrap_or(bytes.len())
+}
+
 fn starts_record(after: &[u8]) -> bool {
     const HEADS: [&[u8]; 4] =
         [b"\"parentUuid\":", b"\"type\":\"user\"", b"\"type\":\"assistant\"", b"\"type\":\"attachment\""];

@@ -260,6 +260,21 @@ fn rubbish() -> impl Strategy<Value = Vec<u8>> {
 }
 
 #[test]
+fn garbage_that_a_fuzzer_found_reads_alike_wherever_reads_divide_it() {
+    for found in
+        [&include_bytes!("../../tests/fixtures/fuzz/line-1")[..], include_bytes!("../../tests/fixtures/fuzz/line-2")]
+    {
+        let good = "\n{\"type\":\"user\",\"message\":{\"content\":\"x\"},\"uuid\":\"good\"}\n";
+        let file = [found, good.as_bytes()].concat();
+        let whole = read(&file, file.len());
+        for piece in 1..=256 {
+            assert_eq!(read(&file, piece), whole, "in pieces of {piece}");
+        }
+        assert_eq!(whole.0.last().map(|e| e.uuid.as_str()), Some("good"));
+    }
+}
+
+#[test]
 fn a_kind_that_ends_behind_the_head_of_a_line_is_judged_alike_wherever_reads_divide_it() {
     let good = "{\"type\":\"user\",\"message\":{\"content\":\"x\"},\"uuid\":\"good\"}\n";
     let file = format!("{{\"type\":\"ap{}b\",\"message\":{{\"c{{\"uuid\":}}\n{good}", "y\0".repeat(40));
