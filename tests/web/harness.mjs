@@ -49,7 +49,7 @@ export async function server(args = []) {
       writeFileSync(file, lines.map((l) => JSON.stringify(l) + "\n").join(""));
     },
     async again() {
-      const child = spawn(binary(), ["--box", self.box, "--listen", `127.0.0.1:${self.port}`, ...args], {
+      const child = spawn(binary(), ["--box", self.box, "--live-max", "8", "--listen", `127.0.0.1:${self.port}`, ...args], {
         stdio: ["ignore", "pipe", "pipe"], env: { ...process.env, RUST_LOG: process.env.RUST_LOG ?? "warn" },
       });
       self.child = child;
