@@ -17,10 +17,11 @@ use crate::clock::UnixMs;
 use crate::error::Result;
 use crate::ids::{EventId, MessageUuid, SessionId, TurnId};
 use crate::inbox::{Image, Message};
-use crate::sync::Mutex;
+use crate::sync::{Condvar, Mutex};
 
-/// Idle connections kept; a fifth reader at once opens one and closes it again.
-const IDLE_MAX: usize = 4;
+/// Connections at once; a fifth reader waits for one of them, which is a matter of microseconds. More would each have a
+/// page cache of its own, and SQLite keeps the files of closed ones open while others hold locks.
+const OPEN_MAX: usize = 4;
 /// An answer of `events_after` stops here, so that 256 events of 1 MiB are not held at once.
 const EVENTS_BYTES_MAX: usize = 4 * 1024 * 1024;
 
@@ -28,32 +29,74 @@ const EVENTS_BYTES_MAX: usize = 4 * 1024 * 1024;
 pub(super) struct Readers {
     path: PathBuf,
     busy: Duration,
-    idle: Mutex<Vec<Connection>>,
+    pool: Mutex<Pool>,
+    returned: Condvar,
+}
+
+#[derive(Default)]
+struct Pool {
+    idle: Vec<Connection>,
+    /// Connections that are idle or asked something.
+    open: usize,
+}
+
+/// A place in the pool, given back when dropped, with the connection if it is still good.
+struct Lent<'a> {
+    readers: &'a Readers,
+    db: Option<Connection>,
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        let mut pool = self.readers.pool.lock();
+        match self.db.take() {
+            Some(db) => pool.idle.push(db),
+            None => pool.open -= 1,
+        }
+        drop(pool);
+        self.readers.returned.notify_one();
+    }
 }
 
 impl Readers {
     pub fn new(path: PathBuf, busy: Duration) -> Self {
-        Self { path, busy, idle: Mutex::new(Vec::new()) }
+        Self { path, busy, pool: Mutex::default(), returned: Condvar::new() }
+    }
+
+    /// Waits for a place; its connection is there if an idle one was.
+    fn lend(&self) -> Lent<'_> {
+        let mut pool = self.pool.lock();
+        loop {
+            if let Some(db) = pool.idle.pop() {
+                return Lent { readers: self, db: Some(db) };
+            }
+            if pool.open < OPEN_MAX {
+                pool.open += 1;
+                return Lent { readers: self, db: None };
+            }
+            self.returned.wait(&mut pool);
+        }
     }
 
     /// Asks with a connection of the pool; a connection that failed is not kept.
     fn ask<T>(&self, question: impl Fn(&Connection) -> rusqlite::Result<T>) -> Result<T> {
-        let idle = self.idle.lock().pop();
-        let db = match idle {
+        let mut lent = self.lend();
+        let db = match lent.db.take() {
             Some(db) => db,
             None => schema::open_reader(&self.path, self.busy).map_err(|e| cannot_read(&e))?,
         };
         let answer = question(&db).map_err(|e| cannot_read(&e))?;
-        let mut idle = self.idle.lock();
-        if idle.len() < IDLE_MAX {
-            idle.push(db);
-        }
+        lent.db = Some(db);
         Ok(answer)
     }
 
     /// Closes idle connections.
     pub fn close(&self) {
-        let idle = std::mem::take(&mut *self.idle.lock());
+        let idle = {
+            let mut pool = self.pool.lock();
+            pool.open -= pool.idle.len();
+            std::mem::take(&mut pool.idle)
+        };
         drop(idle);
     }
 
@@ -264,4 +307,31 @@ pub(super) fn message_of(db: &Connection, row: &rusqlite::Row<'_>) -> rusqlite::
         at_ms: row.get(2)?,
     };
     Ok((mid, Arc::new(message)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn many_readers_at_once_share_a_few_connections() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = schema::path_in(dir.path());
+        drop(schema::open_writer(&path, Duration::from_secs(1), None).unwrap());
+        let readers = Readers::new(path, Duration::from_secs(1));
+        let most = std::sync::atomic::AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..32 {
+                scope.spawn(|| {
+                    for _ in 0..50 {
+                        assert_eq!(readers.bounds().unwrap(), (1, 0));
+                        most.fetch_max(readers.pool.lock().open, std::sync::atomic::Ordering::Relaxed);
+                    }
+                });
+            }
+        });
+        assert!((1..=OPEN_MAX).contains(&most.into_inner()));
+        readers.close();
+        assert_eq!(readers.pool.lock().open, 0);
+    }
 }
