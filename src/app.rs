@@ -16,8 +16,8 @@ use crate::bus::Bus;
 use crate::config::{AgentKind, Config};
 use crate::dump;
 use crate::error::{Code, Error, Result};
+use crate::http::gate::exchange::Exchanges;
 use crate::http::gate::limits::Limits;
-use crate::http::gate::notes::Notes;
 use crate::http::gate::{self, Gate, GateConfig, Local};
 use crate::http::handlers::Handlers;
 use crate::http::server::{self, Server, ServerConfig};
@@ -109,7 +109,7 @@ impl App {
         };
         let push = Arc::new(push::start(bus, Arc::new(journal.clone()), PushLimits::default())?);
         let going_down = Arc::new(AtomicBool::new(false));
-        let notes = Notes::new()?;
+        let exchanges = Exchanges::new()?;
         let server = server::start(
             &ServerConfig {
                 socket: state_dir.join("http.sock"),
@@ -117,7 +117,7 @@ impl App {
                 waiting: WAITING_WORKERS,
             },
             Arc::new(Handlers::new(registry.clone(), pool, going_down.clone())),
-            notes.clone(),
+            exchanges.clone(),
         )?;
         let local = Arc::new(Rooms {
             context: context.clone(),
@@ -137,7 +137,7 @@ impl App {
                 token,
                 workers: config.http_workers,
                 limits: Limits::default(),
-                notes,
+                exchanges,
             },
             local,
             Arc::new(move |upgrade| to_push.adopt(upgrade)),

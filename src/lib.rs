@@ -8,8 +8,8 @@
 //! ## Bird's-eye view
 //!
 //! ```text
-//!  clients ──TCP──▶ gate ──http.sock──▶ http-00… (tiny_http pool) ──▶ handlers ──▶ session / archive
-//!                    │                                                              │
+//!  clients ──TCP──▶ gate ──heads, http.sock──▶ http-00… (tiny_http pool) ──▶ handlers ──▶ session / archive
+//!                    │ ◀──bodies, answers: exchange──▶                              │
 //!                    └─WebSocket, SSE─▶ push ◀── bus ◀── journal (commit, then publish) ◀─┘
 //!                                        │                   ▲
 //!                                        └── replay ─────────┘ (catch-up reads)
@@ -21,6 +21,10 @@
 //! session's machine decides, its engine carries out: `dispatched` is committed before the agent gets a byte, the end of
 //! a turn is told when the transcript holds it. After a crash the journal says what is owed, and the transcript says
 //! what the agent already has.
+//!
+//! A request is vetted whole by the gate; its head goes to tiny_http's pool over one private connection, many heads at a
+//! time, its body and its answer go through an exchange in memory. So a request is either taken up by one worker or taken
+//! back by the gate, short answers cost no further system call, and a worker hears at once that its reader left.
 //!
 //! ## Code map, in reading order
 //!
@@ -45,8 +49,8 @@
 //! | `main` | `main.rs` | the word of `signals` | after the shutdown |
 //! | `signals` | `main.rs` | a signal | with the process |
 //! | `gate` | [`http::gate`] | epoll | `Gate::shutdown` |
-//! | `http-accept` | tiny_http | its private socket | with the pool |
-//! | `http-00`… | [`http::server`] | the next request; a commit; a turn | `Server::shutdown` |
+//! | `http-accept` | tiny_http: accepting, and reading heads | its private socket | with the pool |
+//! | `http-00`… | [`http::server`] | the next request; a commit; a turn; a reader | `Server::shutdown` |
 //! | `push` | [`push`] | epoll | `Push::shutdown` |
 //! | `replay` | [`push`] | a reader that fell behind | `Push::shutdown` |
 //! | `journal` | [`journal`] | its queue; the disk | `Journal::shutdown` |
@@ -63,7 +67,7 @@
 //!
 //! `sessions` (the registry's map) → `state` (one session: machine, run handle, condvar) → `subscribers` (the bus's ring).
 //! In that order, never the other. Leaf locks, taken last and alone: the pool's line, turn buffers, the registry's clock,
-//! the archive's cache, a listener's watch. Nothing slow under a lock: no disk, no blocking send, no foreign callback.
+//! the archive's cache, a listener's watch, the gate's notes, its desk and each exchange. Nothing slow under a lock: no disk, no blocking send, no foreign callback.
 //! Work for the journal and the run is queued inside `state` (those queues never block), so that the order of records
 //! and events is the order of transitions.
 //!

@@ -98,6 +98,8 @@ doing! {
     WaitCommit = "waits for a commit",
     /// A run's pump.
     WaitAgent = "waits for its agent",
+    /// A worker whose answer waits for its reader.
+    WaitReader = "waits for a reader",
     /// A request that waits for the end of a turn.
     WaitTurn = "waits for a turn to end",
     /// A thread message that waits for its place in the pool.

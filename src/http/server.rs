@@ -1,8 +1,8 @@
 //! The tiny_http pool: workers that turn vetted requests into replies. The only file that names tiny_http.
 //!
-//! Leaves vetting, deadlines and slow clients to the gate, its only client. Rules a change could break: a handler never
-//! owns the request; a panic in one is a 500 and its worker lives on; a body that ends early is told to the gate, which
-//! closes both ends, because tiny_http would let the next answer follow in its place.
+//! Leaves vetting, deadlines and slow clients to the gate, its only client: heads come from it over the private socket,
+//! bodies and answers go through [`Exchanges`]. Rules a change could break: a handler never owns the request; a panic in
+//! one is a 500 and its worker lives on; nothing is written to the socket but the answer to the probe.
 
 use std::cell::RefCell;
 use std::io::{Read, Write};
@@ -12,19 +12,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::gate::notes::{Note, Notes};
+use super::gate::body::Store;
+use super::gate::exchange::{Answering, Exchanges, Listening, PIPE_BYTES_MAX};
 use super::gate::place::Place;
 use super::reply::{Body, Reply};
 use super::route::{self, Route};
-use crate::error::{Code, Error, Result};
+use crate::error::{Error, Result};
 use crate::threads::{self, Doing, Name, OnPanic, Thread};
 
 /// Where the gate asks whether a fresh connection is served; no client can, the route map does not know it.
 pub const PROBE_PATH: &str = "/.probe";
-/// The field that names the connection to the gate, for [`Note::Torn`].
-pub const UPSTREAM_FIELD: &str = "U";
-/// Bytes of a streamed body per write: few system calls, little memory.
-const PIECE_BYTES: usize = 64 * 1024;
+/// The field with the number of the exchange.
+pub const EXCHANGE_FIELD: &str = "X";
+/// Bytes of a long body per piece: few hand-overs, little memory.
+const PIECE_BYTES: usize = PIPE_BYTES_MAX;
 
 /// A vetted request.
 #[derive(Debug)]
@@ -71,20 +72,20 @@ pub struct Server {
 struct Shared {
     http: tiny_http::Server,
     handler: Arc<dyn Handler>,
-    notes: Arc<Notes>,
+    exchanges: Arc<Exchanges>,
     closing: AtomicBool,
 }
 
-/// Starts the pool. `notes` is what the gate reads.
+/// Starts the pool. `exchanges` is what it shares with the gate.
 ///
 /// # Errors
 /// When the socket cannot be bound or a thread not be started.
-pub fn start(config: &ServerConfig, handler: Arc<dyn Handler>, notes: Arc<Notes>) -> Result<Server> {
+pub fn start(config: &ServerConfig, handler: Arc<dyn Handler>, exchanges: Arc<Exchanges>) -> Result<Server> {
     let place = Place::new(&config.socket)?;
     place.clear()?;
     let http = build(place.path())?;
     place.make_private()?;
-    let shared = Arc::new(Shared { http, handler, notes, closing: AtomicBool::new(false) });
+    let shared = Arc::new(Shared { http, handler, exchanges, closing: AtomicBool::new(false) });
     let mut threads = Vec::new();
     for number in 0..config.workers + config.waiting {
         let shared = Arc::clone(&shared);
@@ -113,6 +114,7 @@ impl Server {
     pub fn shutdown(self, limit: Duration) -> bool {
         let until = Instant::now() + limit;
         self.shared.closing.store(true, Ordering::Release);
+        self.shared.exchanges.close();
         for _ in &self.threads {
             self.shared.http.unblock();
         }
@@ -130,13 +132,16 @@ fn work(shared: &Shared) {
     while !shared.closing.load(Ordering::Acquire) {
         let received = {
             let _at = threads::doing(Doing::WaitRequest);
-            shared.http.recv()
+            let Some(listening) = shared.exchanges.listen() else {
+                return;
+            };
+            shared.http.recv().map(|request| (listening, request))
         };
         match received {
             // Handlers are contained inside; this holds for our own code around them, so that the count of workers
             // never falls. The request that was lost with it ends at the gate's deadline.
-            Ok(request) => {
-                if catch_unwind(AssertUnwindSafe(|| serve(shared, request))).is_err() {
+            Ok((listening, request)) => {
+                if catch_unwind(AssertUnwindSafe(|| serve(shared, listening, request))).is_err() {
                     log::error!("a worker panicked outside its handler and goes on");
                 }
             }
@@ -147,15 +152,23 @@ fn work(shared: &Shared) {
     }
 }
 
-fn serve(shared: &Shared, mut request: tiny_http::Request) {
-    if request.url() == PROBE_PATH {
-        let _ = write_reply(request.into_writer(), Reply::empty(204), false);
+fn serve(shared: &Shared, listening: Listening<'_>, request: tiny_http::Request) {
+    let asked = Asked::of(&request);
+    let mut writer = request.into_writer();
+    if asked.url == PROBE_PATH {
+        let mut out = Vec::new();
+        with_date(|date| Reply::empty(204).write_head(&mut out, None, Some(date)));
+        let _ = writer.write_all(&out).and_then(|()| writer.flush());
         return;
     }
-    let head_only = *request.method() == tiny_http::Method::Head;
-    let upstream = field(&request, UPSTREAM_FIELD).and_then(|u| u.parse().ok());
+    drop(writer);
+    // None: the gate took the request back, and gives it to another worker if its client still waits.
+    let Some((body, answering)) = asked.number.and_then(|number| listening.take_up(number)) else {
+        return;
+    };
+    let head_only = asked.method == "HEAD";
     // The handler and the reader of its reply are foreign code: what they leave half done is dropped with them.
-    let reply = catch_unwind(AssertUnwindSafe(|| answer(shared, &mut request))).unwrap_or_else(|_| {
+    let reply = catch_unwind(AssertUnwindSafe(|| answer(shared, asked, body))).unwrap_or_else(|_| {
         log::error!("a handler panicked");
         Err(Error::internal("a fault of ours; it is in the log"))
     });
@@ -163,15 +176,9 @@ fn serve(shared: &Shared, mut request: tiny_http::Request) {
         log_failure(&e);
         Reply::from_error(&e)
     });
-    let writer = request.into_writer();
-    let whole = catch_unwind(AssertUnwindSafe(|| write_reply(writer, reply, head_only)));
-    if !matches!(whole, Ok(Ok(()))) {
-        if let Ok(Err(e)) = whole {
-            log::warn!("an answer ended early: {e}");
-        }
-        if let Some(upstream) = upstream {
-            shared.notes.leave(Note::Torn(upstream));
-        }
+    let given = catch_unwind(AssertUnwindSafe(|| give_reply(answering, reply, head_only)));
+    if let Ok(Err(e)) = given {
+        log::warn!("an answer ended early: {e}");
     }
 }
 
@@ -183,71 +190,87 @@ fn log_failure(e: &Error) {
     }
 }
 
-fn field(request: &tiny_http::Request, name: &'static str) -> Option<String> {
-    request.headers().iter().find(|h| h.field.equiv(name)).map(|h| h.value.as_str().to_owned())
+/// What a request says, without its hold on the connection: tiny_http writes an answer of its own for a request that is
+/// dropped whole.
+struct Asked {
+    method: String,
+    url: String,
+    number: Option<u64>,
+    range: Option<String>,
+    if_none_match: Option<String>,
+    accepts_gzip: bool,
 }
 
-fn answer(shared: &Shared, request: &mut tiny_http::Request) -> Result<Reply> {
-    let route = route::parse(request.method().as_str(), request.url()).map_err(|refusal| refusal.error)?;
-    let range = field(request, "Range");
-    let if_none_match = field(request, "If-None-Match");
-    let length = request.body_length().unwrap_or(0);
-    let mut body = Vec::with_capacity(length);
-    request.as_reader().take(length as u64).read_to_end(&mut body)?;
-    if body.len() != length {
-        return Err(Error::new(Code::BadRequest, "the body ended early"));
+impl Asked {
+    fn of(request: &tiny_http::Request) -> Self {
+        let field = |name: &'static str| {
+            request.headers().iter().find(|h| h.field.equiv(name)).map(|h| h.value.as_str().to_owned())
+        };
+        Self {
+            method: request.method().as_str().to_owned(),
+            url: request.url().to_owned(),
+            number: field(EXCHANGE_FIELD).and_then(|n| n.parse().ok()),
+            range: field("Range"),
+            if_none_match: field("If-None-Match"),
+            accepts_gzip: field("Accept-Encoding").is_some(),
+        }
     }
-    shared.handler.answer(Incoming {
-        route,
-        range,
-        if_none_match,
-        accepts_gzip: field(request, "Accept-Encoding").is_some(),
-        body,
-    })
 }
 
-/// Writes the whole reply; an error also when the reader gave less than it promised.
-fn write_reply(mut writer: Box<dyn Write + Send>, reply: Reply, head_only: bool) -> std::io::Result<()> {
+fn answer(shared: &Shared, asked: Asked, body: Store) -> Result<Reply> {
+    let route = route::parse(&asked.method, &asked.url).map_err(|refusal| refusal.error)?;
+    let Asked { range, if_none_match, accepts_gzip, .. } = asked;
+    let body = body.into_bytes()?;
+    shared.handler.answer(Incoming { route, range, if_none_match, accepts_gzip, body })
+}
+
+/// Gives the whole reply; an error when its reader gave less than it promised. A reply that nobody wants any more is let
+/// go of.
+fn give_reply(answering: Answering, reply: Reply, head_only: bool) -> std::io::Result<()> {
+    let status = reply.status;
     let mut out = Vec::with_capacity(512);
     with_date(|date| reply.write_head(&mut out, None, Some(date)));
+    let bodiless = head_only || matches!(status, 204 | 304);
+    let total = out.len() as u64 + if bodiless { 0 } else { reply.body.len() };
+    answering.begin(status, total);
     match reply.body {
-        Body::Bytes(_) | Body::Reader { .. } if head_only || matches!(reply.status, 204 | 304) => {
-            writer.write_all(&out)?;
-        }
-        Body::Bytes(bytes) if bytes.len() <= PIECE_BYTES => {
-            // One write, one wake-up of the gate.
-            out.extend_from_slice(&bytes);
-            writer.write_all(&out)?;
-        }
-        Body::Bytes(bytes) => {
-            writer.write_all(&out)?;
-            writer.write_all(&bytes)?;
-        }
-        Body::Reader { mut reader, len } => {
-            let mut left = len;
-            let mut piece = vec![0; PIECE_BYTES];
-            while left > 0 {
-                let most = piece.len().min(usize::try_from(left).unwrap_or(usize::MAX));
-                let got = match reader.read(&mut piece[..most]) {
-                    Ok(0) => {
-                        let text = format!("{left} of {len} bytes are missing");
-                        return Err(std::io::Error::new(std::io::ErrorKind::UnexpectedEof, text));
-                    }
-                    Ok(got) => got,
-                    Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
-                    Err(e) => return Err(e),
-                };
-                if !out.is_empty() {
-                    writer.write_all(&out)?;
-                    out.clear();
-                }
-                writer.write_all(&piece[..got])?;
-                left -= got as u64;
+        Body::Bytes(_) | Body::Reader { .. } if bodiless => {}
+        Body::Bytes(bytes) if bytes.len() <= PIECE_BYTES => out.extend_from_slice(&bytes),
+        Body::Bytes(bytes) => give_long(&answering, &mut out, &mut &bytes[..], bytes.len() as u64)?,
+        Body::Reader { mut reader, len } => give_long(&answering, &mut out, &mut reader, len)?,
+    }
+    answering.finish(out);
+    Ok(())
+}
+
+/// Gives a body in pieces behind the head that is in `out`, until nobody wants more. What is less than a piece stays in
+/// `out`: it goes with the end, and a reader that fails until then leaves room for an honest answer.
+fn give_long(answering: &Answering, out: &mut Vec<u8>, reader: &mut dyn Read, len: u64) -> std::io::Result<()> {
+    let mut left = len;
+    let mut piece = vec![0; PIECE_BYTES];
+    while left > 0 {
+        let most = piece.len().min(usize::try_from(left).unwrap_or(usize::MAX));
+        let got = match reader.read(&mut piece[..most]) {
+            Ok(0) => {
+                let text = format!("{left} of {len} bytes are missing");
+                return Err(std::io::Error::new(std::io::ErrorKind::UnexpectedEof, text));
             }
-            writer.write_all(&out)?;
+            Ok(got) => got,
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
+            Err(e) => return Err(e),
+        };
+        left -= got as u64;
+        if out.len() + got < PIECE_BYTES {
+            out.extend_from_slice(&piece[..got]);
+            continue;
+        }
+        let wanted = answering.give(out) && answering.give(&piece[..got]);
+        out.clear();
+        if !wanted {
+            break;
         }
     }
-    writer.flush()
+    Ok(())
 }
 
 /// The date of this second, made once per second and thread.

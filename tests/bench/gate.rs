@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use beebox_chatd::error::Result;
-use beebox_chatd::http::gate::notes::Notes;
+use beebox_chatd::http::gate::exchange::Exchanges;
 use beebox_chatd::http::gate::{self, GateConfig, Limits, Local};
 use beebox_chatd::http::reply::{Body, Reply};
 use beebox_chatd::http::route::Route;
@@ -89,12 +89,12 @@ impl Local for Fixed {
 
 fn serve_gate(workers: usize, waiting: Option<usize>) {
     let dir = tempfile::tempdir().unwrap();
-    let notes = Notes::new().unwrap();
+    let exchanges = Exchanges::new().unwrap();
     let mut limits = Limits::default();
     limits.waiting_max = waiting.unwrap_or(limits.waiting_max);
     let socket = dir.path().join("http.sock");
     let config = ServerConfig { socket: socket.clone(), workers, waiting: limits.waiting_max };
-    let _server = server::start(&config, Arc::new(Fixed), notes.clone()).unwrap();
+    let _server = server::start(&config, Arc::new(Fixed), exchanges.clone()).unwrap();
     let config = GateConfig {
         listen: "127.0.0.1:0".parse().unwrap(),
         chat_socket: None,
@@ -104,7 +104,7 @@ fn serve_gate(workers: usize, waiting: Option<usize>) {
         token: None,
         workers,
         limits,
-        notes,
+        exchanges,
     };
     let gate = gate::start(config, Arc::new(Fixed), Arc::new(|_| {})).unwrap();
     println!("{}", gate.address());

@@ -207,6 +207,22 @@ impl Store {
             Store::File(file, _) => file.read_at(buffer, at),
         }
     }
+
+    /// All of it.
+    ///
+    /// # Errors
+    /// When the file cannot be read.
+    pub fn into_bytes(self) -> Result<Vec<u8>> {
+        match self {
+            Store::Memory(bytes) => Ok(bytes),
+            Store::File(file, len) => {
+                let len = usize::try_from(len).map_err(|_| Error::internal("a body longer than memory"))?;
+                let mut bytes = vec![0; len];
+                file.read_exact_at(&mut bytes, 0)?;
+                Ok(bytes)
+            }
+        }
+    }
 }
 
 fn disk(e: std::io::Error) -> Error {

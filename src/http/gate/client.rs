@@ -18,9 +18,9 @@ pub enum Phase {
     Head,
     /// A body is on its way in.
     Body,
-    /// Its whole request waits for an upstream.
+    /// Its whole request waits for a worker.
     Queued,
-    /// This upstream carries its request.
+    /// Its request is in flight under this key.
     Served(Key),
     /// Its answer is on its way out and needs nobody else.
     Answer,
@@ -68,8 +68,6 @@ pub struct Job {
     pub http10: bool,
     /// The connection may live on afterwards.
     pub keep_alive: bool,
-    /// May be sent again to another upstream when the first one failed without a byte of answer.
-    pub repeatable: bool,
     /// When its head was whole.
     pub started: Instant,
     /// Since when its body is on its way.
@@ -80,7 +78,7 @@ pub struct Job {
     pub body_in: BodyIn,
     /// The body.
     pub body: Store,
-    /// Request line and fields for the upstream, without the last ones.
+    /// Request line and fields for the pool, without the last one.
     pub upstream_head: Vec<u8>,
     /// How long the worker may take to begin.
     pub answer_time: Duration,
@@ -88,11 +86,13 @@ pub struct Job {
     pub status: u16,
     /// Bytes of the answer.
     pub answer_bytes: u64,
+    /// Bytes that it will have in all.
+    pub answer_total: u64,
     /// A byte of the answer went to the client.
     pub answer_begun: bool,
-    /// Last time that a byte moved from upstream or to the client.
+    /// Last time that a byte moved from the worker or to the client.
     pub progress: Instant,
-    /// Since when the upstream waits for this client.
+    /// Since when the worker waits for this client.
     pub blocked_since: Option<Instant>,
     /// Answer bytes go to a file from here on.
     pub spilling: bool,

@@ -1,7 +1,8 @@
 //! The gate's event loop: sockets in, events to the right part, timers, accepting, and the end.
 //!
-//! Leaves new clients to `accept`, what clients do to `drive`, requests to `request`, upstreams to `pool` and `relay`. Rules a change could break: nothing here blocks; every client
-//! has a deadline at all times; a connection that gives a lot of work gets its share per round, not more.
+//! Leaves new clients to `accept`, what clients do to `drive`, requests to `request`, the pool to `line`, `pool` and
+//! `relay`. Rules a change could break: nothing here blocks; every client has a deadline at all times; a connection that
+//! gives a lot of work gets its share per round, not more.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
@@ -14,13 +15,15 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
 
-use super::client::{BULK, Client, LANES, Phase, WAIT, WORK};
+use super::client::{Client, LANES, Phase};
+use super::exchange::Exchanges;
 use super::limits::Limits;
+use super::line::Line;
 use super::metrics::{Gauges, Metrics};
-use super::notes::{Note, Notes};
+use super::notes::Note;
 use super::place::Place;
+use super::pool::Flight;
 use super::slab::{Key, Slab};
-use super::upstream::{State, Upstream};
 use super::{Local, PushTo};
 use crate::error::Result;
 use crate::http::guard::{Guard, Logins};
@@ -36,7 +39,7 @@ const EVENTS_MAX: usize = 256;
 const TIMER_MAX: Duration = Duration::from_secs(15);
 
 pub(super) const KIND_CLIENT: u64 = 0;
-const KIND_UPSTREAM: u64 = 1 << 56;
+pub(super) const KIND_LINE: u64 = 1 << 56;
 const KIND_LISTENER: u64 = 2 << 56;
 const KIND_NOTES: u64 = 3 << 56;
 const KIND_MASK: u64 = 0xff << 56;
@@ -52,13 +55,6 @@ pub(super) enum Step {
     Close,
 }
 
-/// A connection that used up its steps.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Again {
-    Client(Key),
-    Upstream(Key),
-}
-
 /// Where clients come in.
 #[derive(Debug)]
 pub(super) struct Listener {
@@ -69,7 +65,7 @@ pub(super) struct Listener {
 /// What the loop is made of; see [`super::start`].
 pub(super) struct Parts {
     pub listeners: Vec<Listener>,
-    pub notes: Arc<Notes>,
+    pub exchanges: Arc<Exchanges>,
     pub guard: Guard,
     pub listens_everywhere: bool,
     pub limits: Limits,
@@ -88,17 +84,20 @@ pub(super) struct Core {
     pub parts: Parts,
     pub epoll: OwnedFd,
     pub clients: Slab<Client>,
-    pub upstreams: Slab<Upstream>,
-    pub idle: Vec<Key>,
+    pub line: Line,
+    pub flights: Slab<Flight>,
     pub queues: [VecDeque<Key>; LANES],
     pub queued: [usize; LANES],
     pub in_flight: [usize; LANES],
     /// Whose turn it is among the lanes that share the ordinary workers.
     pub bulk_first: bool,
-    pub opening: bool,
     pub open_again_at: Option<Instant>,
     timers: BinaryHeap<Reverse<(Instant, Key)>>,
-    pub again: Vec<Again>,
+    /// Clients that used up their steps.
+    pub again: Vec<Key>,
+    notes: Vec<Note>,
+    /// Flights to look at, one in each round: long answers that have something, and those whose client left.
+    pub bulk: VecDeque<Key>,
     pub scratch: Box<[u8]>,
     pub buffers: Vec<Vec<u8>>,
     pub now: Instant,
@@ -117,22 +116,24 @@ impl Core {
     pub fn new(parts: Parts) -> Result<Self> {
         let io = std::io::Error::from;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(io)?;
-        epoll::add(&epoll, parts.notes.event(), EventData::new_u64(KIND_NOTES), EventFlags::IN).map_err(io)?;
+        epoll::add(&epoll, parts.exchanges.notes().event(), EventData::new_u64(KIND_NOTES), EventFlags::IN)
+            .map_err(io)?;
         let now = Instant::now();
         let core = Self {
             parts,
             epoll,
             clients: Slab::new(),
-            upstreams: Slab::new(),
-            idle: Vec::new(),
+            line: Line::default(),
+            flights: Slab::new(),
             queues: [const { VecDeque::new() }; LANES],
             queued: [0; LANES],
             in_flight: [0; LANES],
             bulk_first: false,
-            opening: false,
             open_again_at: None,
             timers: BinaryHeap::new(),
             again: Vec::new(),
+            notes: Vec::new(),
+            bulk: VecDeque::new(),
             scratch: vec![0; SCRATCH_BYTES].into_boxed_slice(),
             buffers: Vec::new(),
             now,
@@ -159,8 +160,10 @@ impl Core {
     /// Runs until told to end.
     pub fn run(mut self) {
         let mut events = Vec::with_capacity(EVENTS_MAX);
-        self.want_upstreams();
+        self.want_line();
         while !self.is_over() {
+            // What this round put on it goes out in one write: one wake-up of the pool.
+            self.flush_line();
             let timeout = self.until_next_timer();
             {
                 let _at = threads::doing(Doing::WaitReady);
@@ -174,13 +177,15 @@ impl Core {
             for event in events.drain(..) {
                 self.event(event.data.u64(), event.flags);
             }
-            for again in std::mem::take(&mut self.again) {
-                match again {
-                    Again::Client(key) => self.drive_client(key),
-                    Again::Upstream(key) => self.drive_upstream(key),
-                }
+            for key in std::mem::take(&mut self.again) {
+                self.drive_client(key);
             }
+            self.read_notes();
+            self.advance_bulk();
             self.fire_timers();
+        }
+        for (_, flight) in self.flights.iter() {
+            flight.exchange.abandon();
         }
     }
 
@@ -193,7 +198,7 @@ impl Core {
         for at in [self.accept_again_at, self.open_again_at, self.draining].into_iter().flatten() {
             next = Some(next.map_or(at, |n| n.min(at)));
         }
-        let wait = if self.again.is_empty() {
+        let wait = if self.again.is_empty() && self.bulk.is_empty() && self.parts.exchanges.notes().rest() {
             // Rounded up, so that the timer is due when we wake.
             next?.saturating_duration_since(Instant::now()) + Duration::from_micros(999)
         } else {
@@ -217,29 +222,25 @@ impl Core {
                 }
                 self.drive_client(key);
             }
-            KIND_UPSTREAM => {
-                let Some(upstream) = self.upstreams.get_mut(key) else {
-                    return;
-                };
-                let ended = flags.intersects(EventFlags::RDHUP | EventFlags::HUP | EventFlags::ERR);
-                upstream.readable |= ended || flags.contains(EventFlags::IN);
-                upstream.half_closed |= ended;
-                self.drive_upstream(key);
-            }
+            KIND_LINE => self.drive_line(data, flags),
             KIND_LISTENER => self.accept((data & !KIND_MASK) as usize),
-            KIND_NOTES => {
-                for note in self.parts.notes.take() {
-                    match note {
-                        Note::Torn(upstream) => {
-                            self.fail_upstream(Key::unpack(upstream), "the answer ended early", false)
-                        }
-                        Note::Token(token) => self.parts.guard.set_token(token),
-                        Note::Shutdown(until) => self.drain(until),
-                    }
-                }
-            }
+            // They are read in every round.
+            KIND_NOTES => self.parts.exchanges.notes().clear(),
             _ => {}
         }
+    }
+
+    fn read_notes(&mut self) {
+        let mut notes = std::mem::take(&mut self.notes);
+        self.parts.exchanges.notes().take(&mut notes);
+        for note in notes.drain(..) {
+            match note {
+                Note::Answer(number) => self.drive_flight(Key::unpack(number)),
+                Note::Token(token) => self.parts.guard.set_token(token),
+                Note::Shutdown(until) => self.drain(until),
+            }
+        }
+        self.notes = notes;
     }
 
     // ---- timers
@@ -289,38 +290,7 @@ impl Core {
         }
         if self.open_again_at.is_some_and(|at| at <= self.now) {
             self.open_again_at = None;
-            self.want_upstreams();
-        }
-    }
-
-    // ---- upstream sockets
-
-    /// Watches a fresh upstream.
-    pub fn watch_upstream(&mut self, key: Key) -> rustix::io::Result<()> {
-        let Some(upstream) = self.upstreams.get_mut(key) else {
-            return Ok(());
-        };
-        let data = EventData::new_u64(KIND_UPSTREAM | key.pack());
-        epoll::add(&self.epoll, &upstream.fd, data, EventFlags::IN | EventFlags::RDHUP | EventFlags::ET)
-    }
-
-    /// Asks to be told, or not, when a write may take something. Not by default: a Unix socket tells it after every read
-    /// of its peer, which would be one more wake-up per request.
-    pub fn watch_writable(&mut self, key: Key, wanted: bool) {
-        let Some(upstream) = self.upstreams.get_mut(key) else {
-            return;
-        };
-        if upstream.watches_writable == wanted {
-            return;
-        }
-        upstream.watches_writable = wanted;
-        let mut watch = EventFlags::IN | EventFlags::RDHUP | EventFlags::ET;
-        if wanted {
-            watch |= EventFlags::OUT;
-        }
-        if let Err(e) = epoll::modify(&self.epoll, &upstream.fd, EventData::new_u64(KIND_UPSTREAM | key.pack()), watch)
-        {
-            log::error!("an upstream cannot be watched: {e}");
+            self.want_line();
         }
     }
 
@@ -348,17 +318,14 @@ impl Core {
     /// Counts what there is.
     pub fn gauges(&self) -> Gauges {
         let mut g = Gauges {
-            queue_work: self.queued[WORK] as u64,
-            queue_wait: self.queued[WAIT] as u64,
-            queue_bulk: self.queued[BULK] as u64,
-            upstreams: self.upstreams.len() as u64,
+            queue: self.queued.map(|n| n as u64),
+            pool_up: u64::from(self.line.is_up()),
+            in_flight: self.in_flight.map(|n| n as u64),
             overdue_now: self.overdue_now as u64,
             spool_bytes: self.spool_bytes,
             body_bytes: self.body_bytes as u64,
             ..Gauges::default()
         };
-        g.upstreams_busy =
-            self.upstreams.iter().filter(|(_, u)| matches!(u.state, State::Head | State::Body(_))).count() as u64;
         for (_, client) in self.clients.iter() {
             match client.phase {
                 Phase::Head if client.unread().is_empty() => g.idle += 1,

@@ -4,7 +4,7 @@
 //! of work gets its share of steps, then the others theirs.
 
 use super::client::{Client, Flush, Got, Phase, Target, receive};
-use super::core::{Again, Core, SCRATCH_BYTES, Step};
+use super::core::{Core, SCRATCH_BYTES, Step};
 use super::metrics::count;
 use super::slab::Key;
 use rustix::event::epoll;
@@ -26,7 +26,7 @@ impl Core {
                 Step::Close => return self.close_client(key),
             }
         }
-        self.again.push(Again::Client(key));
+        self.again.push(key);
     }
 
     fn step_client(&mut self, key: Key) -> Step {
@@ -48,8 +48,8 @@ impl Core {
                     if moved && phase == Phase::Answer {
                         self.arm(key, now + self.parts.limits.reader_time);
                     }
-                    if let Phase::Served(upstream) = phase {
-                        self.drive_upstream(upstream);
+                    if let Phase::Served(flight) = phase {
+                        self.drive_flight(flight);
                     }
                     return Step::Wait;
                 }
@@ -73,9 +73,9 @@ impl Core {
                 }
                 Step::Wait
             }
-            Phase::Served(upstream) => {
+            Phase::Served(flight) => {
                 if client.job.as_ref().is_some_and(|j| j.blocked_since.is_some()) {
-                    self.drive_upstream(upstream);
+                    self.drive_flight(flight);
                 }
                 Step::Wait
             }
@@ -145,7 +145,7 @@ impl Core {
         }
     }
 
-    fn keep_buffer(&mut self, mut buffer: Vec<u8>) {
+    pub fn keep_buffer(&mut self, mut buffer: Vec<u8>) {
         if self.buffers.len() < BUFFERS_MAX && (1..=BUFFER_BYTES_MAX).contains(&buffer.capacity()) {
             buffer.clear();
             self.buffers.push(buffer);
@@ -157,7 +157,7 @@ impl Core {
         self.buffers.pop().unwrap_or_default()
     }
 
-    /// Removes a client; an upstream that carries its request goes on, and its answer is dropped.
+    /// Removes a client; a worker that is at its request is told that nobody wants the answer.
     pub fn close_client(&mut self, key: Key) {
         let Some(mut client) = self.clients.remove(key) else {
             return;
@@ -178,12 +178,13 @@ impl Core {
             self.spool_bytes -= spill.bytes();
             self.spilled_bytes -= spill.bytes();
         }
-        if let Phase::Served(upstream) = client.phase
-            && let Some(upstream) = self.upstreams.get_mut(upstream)
+        if let Phase::Served(key) = client.phase
+            && let Some(flight) = self.flights.get_mut(key)
         {
-            upstream.client = None;
-            let upstream = upstream_key(client.phase);
-            self.again.extend(upstream.map(Again::Upstream));
+            flight.client = None;
+            flight.exchange.abandon();
+            // What was told already is looked at again: its end may be among it.
+            self.bulk.push_back(key);
         }
         self.keep_buffer(std::mem::take(&mut client.inbuf));
         self.keep_buffer(std::mem::take(&mut client.out));
@@ -199,12 +200,5 @@ impl Core {
             return None;
         }
         Some(client)
-    }
-}
-
-fn upstream_key(phase: Phase) -> Option<Key> {
-    match phase {
-        Phase::Served(upstream) => Some(upstream),
-        Phase::Head | Phase::Body | Phase::Queued | Phase::Answer | Phase::Linger => None,
     }
 }

@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use super::client::{BULK, LANES, WAIT, WORK};
 use crate::http::route::Class;
 
 /// Statuses that are counted by themselves; the last slot takes every other.
@@ -48,8 +49,10 @@ pub struct Metrics {
     pub left: AtomicU64,
     /// Requests whose worker passed its deadline, in all.
     pub overdue: AtomicU64,
-    /// Upstream connections that failed while they carried a request.
-    pub upstream_failures: AtomicU64,
+    /// Connections to the pool that failed.
+    pub line_failures: AtomicU64,
+    /// Answers that their worker could not end.
+    pub answers_torn: AtomicU64,
     /// Answers moved to a file because their reader was slow.
     pub spilled: AtomicU64,
 }
@@ -69,16 +72,12 @@ pub struct Gauges {
     pub writing: u64,
     /// Closing.
     pub closing: u64,
-    /// Requests of the ordinary lane that wait.
-    pub queue_work: u64,
-    /// Requests of the waiting lane that wait.
-    pub queue_wait: u64,
-    /// Requests of the lane of long answers that wait.
-    pub queue_bulk: u64,
-    /// Upstream connections.
-    pub upstreams: u64,
-    /// Upstream connections in use.
-    pub upstreams_busy: u64,
+    /// Requests that wait for a worker, by lane.
+    pub queue: [u64; LANES],
+    /// 1 while the pool can be reached.
+    pub pool_up: u64,
+    /// Requests at workers, by lane.
+    pub in_flight: [u64; LANES],
     /// Workers past their deadline right now.
     pub overdue_now: u64,
     /// Bytes in unlinked files.
@@ -97,7 +96,8 @@ impl Default for Metrics {
             foreign_peers: AtomicU64::new(0),
             left: AtomicU64::new(0),
             overdue: AtomicU64::new(0),
-            upstream_failures: AtomicU64::new(0),
+            line_failures: AtomicU64::new(0),
+            answers_torn: AtomicU64::new(0),
             spilled: AtomicU64::new(0),
         }
     }
@@ -169,13 +169,17 @@ impl Metrics {
         ] {
             let _ = writeln!(page, "beebox_http_connections{{state=\"{state}\"}} {n}");
         }
-        page.push_str("# HELP beebox_http_queue Requests that wait for a worker.\n# TYPE beebox_http_queue gauge\n");
-        let _ = writeln!(page, "beebox_http_queue{{lane=\"work\"}} {}", gauges.queue_work);
-        let _ = writeln!(page, "beebox_http_queue{{lane=\"wait\"}} {}", gauges.queue_wait);
-        let _ = writeln!(page, "beebox_http_queue{{lane=\"bulk\"}} {}", gauges.queue_bulk);
+        for (name, help, by_lane) in [
+            ("queue", "Requests that wait for a worker.", gauges.queue),
+            ("in_flight", "Requests at workers.", gauges.in_flight),
+        ] {
+            let _ = writeln!(page, "# HELP beebox_http_{name} {help}\n# TYPE beebox_http_{name} gauge");
+            for (lane, at) in [("work", WORK), ("wait", WAIT), ("bulk", BULK)] {
+                let _ = writeln!(page, "beebox_http_{name}{{lane=\"{lane}\"}} {}", by_lane[at]);
+            }
+        }
         for (name, help, n) in [
-            ("upstreams", "Connections to the pool.", gauges.upstreams),
-            ("upstreams_busy", "Connections to the pool that carry a request.", gauges.upstreams_busy),
+            ("pool_up", "1 while the pool of workers can be reached.", gauges.pool_up),
             ("overdue_workers", "Workers past their deadline.", gauges.overdue_now),
             ("spool_bytes", "Bytes in unlinked files.", gauges.spool_bytes),
             ("body_bytes", "Bytes of request bodies in memory.", gauges.body_bytes),
@@ -192,7 +196,8 @@ impl Metrics {
             ("foreign_peers", "Peers of another uid on chat.sock.", &self.foreign_peers),
             ("left", "Requests whose client left before the answer.", &self.left),
             ("overdue", "Requests whose worker passed its deadline.", &self.overdue),
-            ("upstream_failures", "Connections to the pool that failed under a request.", &self.upstream_failures),
+            ("pool_failures", "Connections to the pool that failed.", &self.line_failures),
+            ("answers_torn", "Answers that their worker could not end.", &self.answers_torn),
             ("spilled", "Answers moved to a file for a slow reader.", &self.spilled),
         ] {
             let n = counter.load(Ordering::Relaxed);

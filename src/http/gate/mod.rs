@@ -1,19 +1,21 @@
 //! The gate: owns the port, vets every request, and lets only whole vetted ones through to the pool.
 //!
-//! Reading order: `limits` (what anything may cost), `head` and `body` (pure reading), `client` and `upstream` (state of
-//! a connection), `core` (the loop), `accept` and `drive` (clients), `vet`, `request` and `own` (from bytes to a decision
-//! and an answer), `pool` and `relay` (upstreams at work). It is one thread,
-//! called `gate`, that never blocks: idle and slow clients cost memory, not threads.
+//! Reading order: `limits` (what anything may cost), `head` and `body` (pure reading), `client` (state of a connection),
+//! `core` (the loop), `accept` and `drive` (clients), `vet`, `request` and `own` (from bytes to a decision and an
+//! answer), `pool`, `line` and `exchange` (requests to workers), `relay` (answers back). It is one thread, called `gate`,
+//! that never blocks: idle and slow clients cost memory, not threads.
 //! Leaves who may talk to `guard`, paths to `route`, the event stream to `push`. Rule a change could break: nothing
 //! unvetted, unbounded or unfinished reaches `server`.
 
 mod accept;
-mod body;
+pub mod body;
 mod client;
 mod core;
 mod drive;
+pub mod exchange;
 pub mod head;
 pub mod limits;
+mod line;
 mod login;
 pub mod metrics;
 pub mod notes;
@@ -24,7 +26,6 @@ mod relay;
 mod request;
 mod slab;
 pub mod token;
-mod upstream;
 mod vet;
 
 use std::net::{SocketAddr, TcpListener};
@@ -35,6 +36,7 @@ use std::time::{Duration, Instant};
 
 use self::client::LANES;
 use self::core::{Core, Listener, Parts};
+use self::exchange::Exchanges;
 use self::metrics::Metrics;
 use self::notes::{Note, Notes};
 use self::place::Place;
@@ -65,8 +67,8 @@ pub struct GateConfig {
     pub workers: usize,
     /// Every limit.
     pub limits: Limits,
-    /// What the pool tells the gate by; the same that it was started with.
-    pub notes: Arc<Notes>,
+    /// What the pool shares with the gate; the same that it was started with.
+    pub exchanges: Arc<Exchanges>,
 }
 
 /// What the gate's own routes ask the rest of the house; called on the gate's thread, so it must not block.
@@ -109,7 +111,7 @@ pub fn start(config: GateConfig, local: Arc<dyn Local>, push: Arc<PushTo>) -> Re
     let listens_everywhere = config.listen.ip().is_unspecified();
     // Before the port is bound: an address that must not be open is never open.
     Guard::new(config.listen, config.public_url.as_deref(), config.token.clone())?;
-    let tcp = listen(config.listen)?;
+    let tcp = listen(config.listen, config.limits.send_buffer_bytes)?;
     let address = tcp.local_addr()?;
     let guard = Guard::new(address, config.public_url.as_deref(), config.token)?;
     let mut listeners = vec![Listener { fd: tcp.into(), unix: false }];
@@ -129,9 +131,9 @@ pub fn start(config: GateConfig, local: Arc<dyn Local>, push: Arc<PushTo>) -> Re
     let descriptors = raise_descriptors();
     let mut limits = config.limits;
     let lane_max = lanes(config.workers, limits.waiting_max, descriptors);
-    // A client takes one descriptor and, for a moment, one more for a spooled body.
-    let upstreams = (lane_max[0] + lane_max[1]) as u64 * 3;
-    let clients = descriptors.saturating_sub(DESCRIPTORS_LEFT.min(descriptors / 2) + upstreams).max(8);
+    // A client takes one descriptor, a request at a worker some files more.
+    let workers = (lane_max[0] + lane_max[1]) as u64 * 3;
+    let clients = descriptors.saturating_sub(DESCRIPTORS_LEFT.min(descriptors / 2) + workers).max(8);
     limits.connections_max = limits.connections_max.min(usize::try_from(clients).unwrap_or(usize::MAX));
 
     let metrics = Arc::new(Metrics::default());
@@ -140,7 +142,7 @@ pub fn start(config: GateConfig, local: Arc<dyn Local>, push: Arc<PushTo>) -> Re
         config.public_url.clone().map_or_else(|| format!("http://{address}"), |u| u.trim_end_matches('/').to_owned());
     let core = Core::new(Parts {
         listeners,
-        notes: Arc::clone(&config.notes),
+        exchanges: Arc::clone(&config.exchanges),
         guard,
         listens_everywhere,
         limits,
@@ -157,7 +159,7 @@ pub fn start(config: GateConfig, local: Arc<dyn Local>, push: Arc<PushTo>) -> Re
     let born = core.born;
     let name = const { Name::fixed("gate") };
     let thread = threads::spawn(name, threads::WORK_STACK_BYTES, OnPanic::EndProcess, move || core.run())?;
-    Ok(Gate { thread, notes: config.notes, address, metrics, logins, born, origin })
+    Ok(Gate { thread, notes: Arc::clone(config.exchanges.notes()), address, metrics, logins, born, origin })
 }
 
 impl Gate {
@@ -198,13 +200,15 @@ impl Gate {
     }
 }
 
-fn listen(address: SocketAddr) -> Result<TcpListener> {
+fn listen(address: SocketAddr, send_buffer_bytes: usize) -> Result<TcpListener> {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
     let wrong = |e: rustix::io::Errno| Error::internal(format!("listening on {address}: {}", std::io::Error::from(e)));
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let fd = rustix::net::socket_with(family, SocketType::STREAM, flags, None).map_err(wrong)?;
     sockopt::set_socket_reuseaddr(&fd, true).map_err(wrong)?;
+    // Accepted sockets inherit it. The kernel takes twice what it is told, for its own needs.
+    sockopt::set_socket_send_buffer_size(&fd, send_buffer_bytes / 2).map_err(wrong)?;
     rustix::net::bind(&fd, &address).map_err(wrong)?;
     rustix::net::listen(&fd, BACKLOG).map_err(wrong)?;
     Ok(fd.into())
@@ -221,7 +225,7 @@ fn raise_descriptors() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// Requests in flight per lane: as many as workers, fewer when descriptors are short (an upstream costs four). Of the
+/// Requests in flight per lane: as many as workers, fewer when descriptors are short (a request may open four files). Of the
 /// ordinary workers a quarter, one at least, is out of reach of long answers.
 fn lanes(workers: usize, waiting: usize, descriptors: u64) -> [usize; LANES] {
     let most = usize::try_from(descriptors.saturating_sub(32) / 4).unwrap_or(usize::MAX).max(2);

@@ -17,7 +17,7 @@ impl Core {
         match route.class() {
             Class::Healthz => Reply::text(200, "ok\n"),
             Class::Readyz => {
-                let pool = if self.upstreams.len() == 0 { Err("no connection to the pool".to_owned()) } else { Ok(()) };
+                let pool = if self.line.is_up() { Ok(()) } else { Err("no connection to the pool".to_owned()) };
                 match pool.and_then(|()| self.parts.local.ready()) {
                     Ok(()) => Reply::text(200, "ok\n"),
                     Err(why) => Reply::text(503, format!("{why}\n")),

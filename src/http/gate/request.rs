@@ -101,7 +101,6 @@ impl Core {
             head_only,
             http10,
             keep_alive,
-            repeatable: false,
             started: self.now,
             body_started: self.now,
             body_received: 0,
@@ -111,6 +110,7 @@ impl Core {
             answer_time: self.parts.limits.answer_time,
             status: 0,
             answer_bytes: 0,
+            answer_total: 0,
             answer_begun: false,
             progress: self.now,
             blocked_since: None,
@@ -137,10 +137,9 @@ impl Core {
                 return Step::More;
             }
             Plan::Login => job.target = Target::Login,
-            Plan::Pool { lane, upstream_head, repeatable, wait_ms } => {
+            Plan::Pool { lane, upstream_head, wait_ms } => {
                 job.target = Target::Pool(lane);
                 job.upstream_head = upstream_head;
-                job.repeatable = repeatable;
                 job.answer_time = self.parts.limits.answer_time(class, wait_ms);
             }
         }
@@ -251,18 +250,16 @@ impl Core {
             }
             Target::Pool(lane) => {
                 let class = job.class;
-                if self.queued[lane] == 0 && self.has_room(lane) {
-                    if let Some(upstream) = self.idle.pop() {
-                        self.hand(key, lane, upstream);
-                        return Step::Wait;
-                    }
+                if self.queued[lane] == 0 && self.has_room(lane) && self.line.is_up() {
+                    self.hand(key, lane);
+                    return Step::Wait;
                 } else if self.queued[lane] >= queue_max {
                     let error = Error::new(Code::Overloaded, format!("{queue_max} requests are waiting already"));
                     self.refuse(key, &error, class, None, false);
                     return Step::More;
                 }
                 self.enqueue(key, lane);
-                self.want_upstreams();
+                self.want_line();
                 Step::Wait
             }
         }
@@ -388,13 +385,14 @@ impl Core {
                 self.refuse(key, &error, class, None, false);
                 self.drive_client(key);
             }
-            Phase::Served(upstream) => self.time_out_served(key, upstream),
+            Phase::Served(flight) => self.time_out_served(key, flight),
             Phase::Answer | Phase::Linger => self.close_client(key),
         }
     }
 }
 
-fn sizes(body: &Store) -> (usize, u64) {
+/// Bytes of a body in memory, and in a file.
+pub(super) fn sizes(body: &Store) -> (usize, u64) {
     match body {
         Store::Memory(bytes) => (bytes.len(), 0),
         Store::File(_, len) => (0, *len),

@@ -50,14 +50,21 @@ impl<T> Slab<T> {
 
     /// Moves one in.
     pub fn insert(&mut self, tenant: T) -> Key {
+        self.insert_with(|_| tenant)
+    }
+
+    /// Moves one in that is told its key.
+    pub fn insert_with(&mut self, tenant: impl FnOnce(Key) -> T) -> Key {
         if let Some(at) = self.free.pop() {
             let place = &mut self.places[at as usize];
-            place.tenant = Some(tenant);
-            return Key { at, generation: place.generation };
+            let key = Key { at, generation: place.generation };
+            place.tenant = Some(tenant(key));
+            return key;
         }
         let at = u32::try_from(self.places.len()).expect("descriptors end long before 2^32");
-        self.places.push(Place { generation: 0, tenant: Some(tenant) });
-        Key { at, generation: 0 }
+        let key = Key { at, generation: 0 };
+        self.places.push(Place { generation: 0, tenant: Some(tenant(key)) });
+        key
     }
 
     /// The tenant, if it still lives there.

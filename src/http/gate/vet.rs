@@ -26,7 +26,7 @@ pub(super) struct Let {
 }
 
 pub(super) enum Plan {
-    Pool { lane: usize, upstream_head: Vec<u8>, repeatable: bool, wait_ms: u64 },
+    Pool { lane: usize, upstream_head: Vec<u8>, wait_ms: u64 },
     Own(Route),
     Login,
     Push { kind: UpgradeKind, cursor: Option<String> },
@@ -133,7 +133,7 @@ impl Core {
                     Lane::Bulk => BULK,
                     Lane::Work | Lane::Local | Lane::Push => WORK,
                 };
-                Ok(Plan::Pool { lane, upstream_head: upstream_head(head, class), repeatable: !post, wait_ms })
+                Ok(Plan::Pool { lane, upstream_head: upstream_head(head, class), wait_ms })
             }
         }
     }
