@@ -5,6 +5,7 @@
 //! and the transcripts are the checker's (`beebox_chatd::model`).
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests fail loudly")]
 
+use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,6 +13,9 @@ use std::time::{Duration, Instant};
 use beebox_chatd::archive::Archive;
 use beebox_chatd::bus::Bus;
 use beebox_chatd::config::{Cli, Config};
+use beebox_chatd::http::gate::body::Store;
+use beebox_chatd::http::gate::exchange::{End, Exchange, Exchanges, PIPE_BYTES_MAX};
+use beebox_chatd::http::gate::notes::Note;
 use beebox_chatd::ids::{MessageId, SessionId};
 use beebox_chatd::journal::{Journal, Recovered};
 use beebox_chatd::model::{self, Planted, Weather};
@@ -157,6 +161,86 @@ fn pool(config: &Config, weather: Weather, planted: Option<Planted>) {
     house.end();
 }
 
+/// Requests between the gate and four workers, of which two listen: some are taken back, some readers leave, some workers
+/// fall, some answers are long; the first two stay at work until all the others are through.
+fn desk(_: &Config, weather: Weather, _: Option<Planted>) {
+    const REQUESTS: u64 = 6;
+    let exchanges = Exchanges::new().unwrap();
+    let (give, take) = beebox_chatd::sync::unbounded::<u64>();
+    let (release, released) = beebox_chatd::sync::unbounded::<()>();
+    let executed = Arc::new(Mutex::new(Vec::new()));
+    let workers: Vec<_> = (0..4)
+        .map(|_| {
+            let (exchanges, take, executed) = (exchanges.clone(), take.clone(), executed.clone());
+            let released = released.clone();
+            thread::spawn(move || {
+                while let Some(listening) = exchanges.listen() {
+                    let Ok(number) = take.recv() else { return };
+                    let Some((_, answering)) = listening.take_up(number) else { continue };
+                    executed.lock().unwrap().push(number);
+                    if number < 2 {
+                        released.recv().unwrap();
+                    }
+                    if weather.mortal && thread_rng().gen_range(0..4) == 0 {
+                        continue;
+                    }
+                    answering.begin(200, 0);
+                    let long = thread_rng().gen_range(0..3);
+                    if (0..long).all(|_| answering.give(&[0; PIPE_BYTES_MAX])) {
+                        answering.finish(Vec::new());
+                    }
+                }
+            })
+        })
+        .collect();
+    let (mut laid_out, mut taken_back) = (Vec::<Arc<Exchange>>::new(), Vec::new());
+    let (mut ended, mut notes, mut all_released) = (BTreeSet::new(), Vec::new(), false);
+    while laid_out.len() < REQUESTS as usize || ended.len() + taken_back.len() < laid_out.len() {
+        if laid_out.len() < REQUESTS as usize {
+            let number = laid_out.len() as u64;
+            laid_out.push(exchanges.lay_out(number, Store::default()));
+            give.send(number).unwrap();
+            let earlier = thread_rng().gen_range(0..=number);
+            match thread_rng().gen_range(0..4) {
+                0 if exchanges.take_back(earlier).is_some() => taken_back.push(earlier),
+                1 => {
+                    laid_out[earlier as usize].abandon();
+                    notes.push(Note::Answer(earlier));
+                }
+                _ => {}
+            }
+        } else if !all_released && (2..REQUESTS).all(|n| ended.contains(&n) || taken_back.contains(&n)) {
+            all_released = true;
+            release.send(()).unwrap();
+            release.send(()).unwrap();
+        } else if exchanges.notes().rest() {
+            let mut rounds = 0;
+            while rustix::io::read(exchanges.notes().event(), &mut [0u8; 8][..]).is_err() {
+                rounds += 1;
+                assert!(rounds < 10_000, "the gate sleeps and nobody wakes it: {exchanges:?}");
+                thread::yield_now();
+            }
+        }
+        let mut fresh = Vec::new();
+        exchanges.notes().take(&mut fresh);
+        for note in notes.drain(..).chain(fresh) {
+            let Note::Answer(number) = note else { panic!("{note:?}") };
+            if laid_out[number as usize].take().end != End::Open {
+                ended.insert(number);
+            }
+        }
+    }
+    exchanges.close();
+    drop(give);
+    for worker in workers {
+        worker.join().unwrap();
+    }
+    let mut all = executed.lock().unwrap().clone();
+    all.extend(taken_back);
+    all.sort_unstable();
+    assert_eq!(all, (0..REQUESTS).collect::<Vec<_>>(), "each is executed once or taken back");
+}
+
 type Scenario = fn(&Config, Weather, Option<Planted>);
 
 fn check(name: &str, scenario: Scenario, weather: Weather, planted: Option<Planted>, schedules: usize) {
@@ -178,7 +262,7 @@ fn check(name: &str, scenario: Scenario, weather: Weather, planted: Option<Plant
 #[test]
 fn no_schedule_loses_a_message_or_a_wake_up_or_starts_a_second_agent() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let each = schedules().div_ceil(5);
+    let each = schedules().div_ceil(6);
     let fair = Weather { live_max: 2, ..Weather::default() };
     let narrow = Weather { live_max: 1, ..fair };
     let rough = Weather { mortal: true, bad_disk: true, ..narrow };
@@ -187,7 +271,8 @@ fn no_schedule_loses_a_message_or_a_wake_up_or_starts_a_second_agent() {
     check("chats with deaths and a bad disk", chats, rough, None, each);
     check("threads", pool, narrow, None, each);
     check("threads with deaths", pool, Weather { mortal: true, ..narrow }, None, each);
-    println!("schedules: {}", each.div_ceil(2) * 10);
+    check("requests between gate and workers", desk, Weather { mortal: true, ..narrow }, None, each);
+    println!("schedules: {}", each.div_ceil(2) * 12);
 }
 
 fn finds(name: &str, scenario: Scenario, planted: Planted) {
