@@ -96,11 +96,15 @@ fn chats(config: &Config, weather: Weather, planted: Option<Planted>) {
             }
         }));
     }
+    let mains = Arc::new(Mutex::new(Vec::new()));
     for n in 0..2 {
-        let registry = house.registry.clone();
+        let (registry, mains) = (house.registry.clone(), mains.clone());
         threads.push(thread::spawn(move || {
-            send(&registry, &Word::Main, &format!("main {n}"), Some("the same"));
-            send(&registry, &Word::Main, &format!("main again {n}"), None);
+            let sent = [
+                send(&registry, &Word::Main, &format!("main {n}"), Some("the same")),
+                send(&registry, &Word::Main, &format!("main again {n}"), None),
+            ];
+            mains.lock().unwrap().extend(sent.into_iter().flatten());
         }));
     }
     let registry = house.registry.clone();
@@ -122,6 +126,11 @@ fn chats(config: &Config, weather: Weather, planted: Option<Planted>) {
     }));
     for thread in threads {
         thread.join().unwrap();
+    }
+    // Whatever was refused: the box's own conversation is the one that took what was sent to it.
+    let main = house.registry.main().map(|id| house.registry.current_id(&id));
+    for session in mains.lock().unwrap().iter() {
+        assert_eq!(main, Some(house.registry.current_id(session)), "two conversations of the box's own");
     }
     house.end();
 }

@@ -79,7 +79,6 @@ pub fn send(registry: &Arc<Registry>, word: &Word, draft: Draft) -> Result<Sent>
         return Err(Error::new(Code::ThreadSession, format!("{} is the conversation of a thread", session.id())));
     }
     ensure_resumable(&session)?;
-    let session = registry.pin(session);
     if let Some(features) = seeded {
         let mut state = session.state();
         // Seeds are for a conversation that has not begun.

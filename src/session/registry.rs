@@ -326,38 +326,53 @@ impl Registry {
         Self::canonical(&self.sessions.lock(), id)
     }
 
-    /// The conversation a send is for. A new one is not in the map before its first message is recorded.
+    /// The conversation a send is for, on the map and kept there, its run open, while the send is under way.
     ///
     /// # Errors
     /// As [`Registry::find`].
-    pub fn for_send(&self, word: &Word) -> Result<Arc<Session>> {
-        match word {
-            Word::Id(id) => self.find(id),
-            Word::New => Ok(self.coin(Kind::Chat)),
-            Word::Main => {
-                let main = self.sessions.lock().main.clone();
-                if let Some(id) = main {
-                    match self.find(&id) {
-                        Ok(session) => return Ok(session),
-                        Err(e) if e.code() == Code::UnknownSession => {
-                            log::warn!("the kept main conversation {id} is unknown: a new one is begun");
-                        }
-                        Err(e) => return Err(e),
-                    }
+    pub fn for_send(self: &Arc<Self>, word: &Word) -> Result<Pin> {
+        let session = match word {
+            Word::Id(id) => self.find(id)?,
+            Word::New => self.coin(Kind::Chat),
+            Word::Main => return self.main_for_send(),
+        };
+        let mut map = self.sessions.lock();
+        let id = session.id();
+        // Of two objects for one conversation only the one on the map may go on.
+        let session = map.by_id.entry(id).or_insert(session).clone();
+        Ok(self.pin(session))
+    }
+
+    fn main_for_send(self: &Arc<Self>) -> Result<Pin> {
+        let main = self.sessions.lock().main.clone();
+        if let Some(id) = main {
+            match self.find(&id) {
+                Ok(_) => {}
+                Err(e) if e.code() == Code::UnknownSession => {
+                    log::warn!("the kept main conversation {id} is unknown: a new one is begun");
                 }
-                // Two first sends at once meet in one conversation: the first to take the lock coins it.
-                let fresh = self.coin(Kind::Chat);
-                let id = fresh.id();
-                let mut map = self.sessions.lock();
-                let met = map.main.as_ref().map(|m| Self::canonical(&map, m));
-                if let Some(session) = met.and_then(|m| map.by_id.get(&m)).cloned() {
-                    return Ok(session);
-                }
-                map.main = Some(id.clone());
-                map.by_id.insert(id, fresh.clone());
-                Ok(fresh)
+                Err(e) => return Err(e),
             }
         }
+        // Two first sends at once meet in one conversation, and the refusal of one does not take it from the other:
+        // what the pointer leads to is read and pinned in one critical section.
+        let mut map = self.sessions.lock();
+        let met = map.main.as_ref().map(|m| Self::canonical(&map, m));
+        let met = met.and_then(|m| map.by_id.get(&m)).cloned();
+        let session = met.unwrap_or_else(|| {
+            let fresh = self.coin(Kind::Chat);
+            let id = fresh.id();
+            map.main = Some(id.clone());
+            map.by_id.insert(id, fresh.clone());
+            fresh
+        });
+        Ok(self.pin(session))
+    }
+
+    /// Called with the lock of the map held.
+    fn pin(self: &Arc<Self>, session: Arc<Session>) -> Pin {
+        session.state().pins += 1;
+        Pin { session, registry: self.clone() }
     }
 
     /// A conversation with an id of ours; [`Registry::keep`] puts it on the map.
@@ -377,17 +392,6 @@ impl Registry {
     pub fn keep(&self, session: &Arc<Session>) {
         let id = session.id();
         self.sessions.lock().by_id.entry(id).or_insert_with(|| session.clone());
-    }
-
-    /// Puts a conversation on the map and keeps it there, its run open, while a send to it is under way.
-    #[must_use]
-    pub fn pin(self: &Arc<Self>, session: Arc<Session>) -> Pin {
-        let mut map = self.sessions.lock();
-        let id = session.id();
-        // Of two objects for one conversation only the one on the map may go on.
-        let session = map.by_id.entry(id).or_insert(session).clone();
-        session.state().pins += 1;
-        Pin { session, registry: self.clone() }
     }
 
     /// Takes a conversation off the map whose first message was not recorded, unless another send to it is under way.
