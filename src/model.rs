@@ -20,6 +20,8 @@ pub struct Weather {
     pub mortal: bool,
     /// Acceptances fail.
     pub bad_disk: bool,
+    /// Agents answer as another conversation than they were started for, also as one that is in use.
+    pub renames: bool,
 }
 
 /// What becomes of a turn.
@@ -62,6 +64,7 @@ struct World {
     answers: HashMap<MessageUuid, KeptAnswer>,
     claims: HashMap<MessageId, ([u8; 32], ClaimAnswer)>,
     deaths: usize,
+    renames: usize,
 }
 
 static WORLD: Mutex<Option<World>> = Mutex::new(None);
@@ -108,6 +111,27 @@ pub fn run_began(session: &SessionId) {
         chats.len(),
         world.weather.live_max
     );
+}
+
+/// Another id that an agent gives itself, and whether it dropped what was said before.
+#[must_use]
+pub fn another_id(session: &SessionId) -> Option<(SessionId, bool)> {
+    let mut here = here();
+    let world = here.world();
+    if !world.weather.renames || world.renames == 3 || thread_rng().gen_range(0..2) == 0 {
+        return None;
+    }
+    world.renames += 1;
+    let id = SessionId::parse(["late-1", "late-2"][thread_rng().gen_range(0..2)]).ok()?;
+    (id != *session).then(|| (id, thread_rng().gen_range(0..2) == 0))
+}
+
+/// An agent was followed to its other id.
+pub fn run_moved(was: &SessionId, now: &SessionId) {
+    let mut here = here();
+    let world = here.world();
+    assert!(world.live.remove(was), "it lives");
+    assert!(world.live.insert(now.clone()), "two agents live for one conversation");
 }
 
 /// An agent is gone.
@@ -222,12 +246,16 @@ pub fn record(unit: &Unit) {
                 let answer = KeptAnswer { responses_json: responses_json.clone(), success: *success };
                 assert!(world.answers.insert(message.clone(), answer).is_none(), "answered twice");
             }
+            Change::Alias { was, now } | Change::Move { was, now } => {
+                let mut all = world.order.get(was).cloned().unwrap_or_default();
+                let there = world.order.remove(now).unwrap_or_default();
+                all.extend(there.into_iter().filter(|m| !all.contains(m)).collect::<Vec<_>>());
+                world.order.insert(now.clone(), all);
+            }
             Change::Stopped { .. }
             | Change::Retry { .. }
             | Change::Discard { .. }
             | Change::Session(_)
-            | Change::Alias { .. }
-            | Change::Move { .. }
             | Change::Agent { .. }
             | Change::AgentGone { .. }
             | Change::SetState { .. }

@@ -186,7 +186,10 @@ impl Registry {
     /// When the kernel has no threads to give.
     pub fn new(context: Arc<Context>, recovered: Recovered) -> Result<Arc<Self>> {
         let mut map = Map { aliases: recovered.aliases.into_iter().collect(), ..Map::default() };
-        map.known = recovered.sessions.into_iter().map(|row| (row.session.clone(), row)).collect();
+        // A row under an older id stands for the conversation that has another now.
+        let rows = recovered.sessions.into_iter().filter(|row| !map.aliases.contains_key(&row.session));
+        let known = rows.map(|row| (row.session.clone(), row)).collect();
+        map.known = known;
         map.kept_features = recovered.features.into_iter().collect();
         map.main = read_main(&context);
         for mut owed in recovered.owed {
@@ -618,18 +621,40 @@ impl Registry {
         Some((session, pending))
     }
 
+    /// True if the id belongs to another conversation than `session`, called `mine` now. An object that somebody's look
+    /// at a file left, and nobody uses, is none.
+    fn is_taken(map: &Map, session: &Arc<Session>, mine: &SessionId, id: &SessionId) -> bool {
+        let other = map.by_id.get(id).filter(|other| !Arc::ptr_eq(other, session));
+        let is_used = other.is_some_and(|other| {
+            let state = other.state();
+            other.is_thread() || state.pins > 0 || state.machine.holds_slot() || !state.machine.is_settled()
+        });
+        let is_alias_of_another = map.aliases.contains_key(id) && Self::canonical(map, id) != *mine;
+        is_used || is_alias_of_another || map.known.contains_key(id)
+    }
+
     /// A conversation got another id from its agent: both lead to it from now on. After a reset of the conversation
     /// (`cleared`) the old id stays a conversation of its own.
-    pub fn rename(&self, session: &Arc<Session>, id: &SessionId, cleared: bool) {
+    ///
+    /// # Errors
+    /// `internal` if the id is another conversation's: both keep their ids, and the agent must go.
+    pub fn rename(&self, session: &Arc<Session>, id: &SessionId, cleared: bool) -> Result<()> {
         let was = {
             let mut map = self.sessions.lock();
-            let mut state = session.state();
-            if state.id == *id {
-                return;
+            // Before the lock of this one: two of a kind are never held at once.
+            let mine = session.id();
+            if mine == *id {
+                return Ok(());
             }
+            if Self::is_taken(&map, session, &mine, id) {
+                return Err(Error::internal(format!("the agent answers as {id}, which is another conversation")));
+            }
+            let mut state = session.state();
             let was = std::mem::replace(&mut state.id, id.clone());
-            state.resumable = true;
+            // What was cleared has no transcript under its new id before the agent's first line.
+            state.resumable &= !cleared;
             map.by_id.remove(&was);
+            map.aliases.remove(id);
             map.by_id.insert(id.clone(), session.clone());
             let row = row_of(&session.kind, &state);
             if cleared {
@@ -662,6 +687,7 @@ impl Registry {
         };
         log::info!("session {was} is {id} now");
         self.write_files();
+        Ok(())
     }
 
     // ---- time ----
