@@ -2,7 +2,7 @@
 //! turn, many servers at once, the ends of a server.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use beebox_chatd::load::client::Answer;
@@ -10,7 +10,7 @@ use beebox_chatd::load::proc;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::support::{LIMIT, Options, Server, dispatches, is_end_of, texts};
+use crate::support::{LIMIT, Options, Server, dispatches, is_end_of, setting, texts};
 
 /// Runs `body` while the live agents of the server are counted again and again; the most there were at one time.
 fn most_agents_during(server: &Server, body: impl FnOnce()) -> usize {
@@ -80,8 +80,9 @@ fn simultaneous_first_sends_never_exceed_the_live_cap_and_all_are_answered() {
 }
 
 #[test]
-fn twenty_sessions_on_a_cap_of_two_are_served_in_the_order_of_their_messages() {
+fn many_sessions_on_a_cap_of_two_are_served_in_the_order_of_their_messages() {
     let server = Server::new();
+    let sessions = usize::try_from(setting("BEEBOX_SESSIONS", 20)).unwrap();
     let mut events = server.follow();
     let most = most_agents_during(&server, || {
         // Two long turns hold the places, so that the order of the others is the order in which they waited.
@@ -89,19 +90,20 @@ fn twenty_sessions_on_a_cap_of_two_are_served_in_the_order_of_their_messages() {
         for accepted in &first {
             wait_turn_began(&server, &accepted.session_id);
         }
-        let waiting: Vec<_> = (0..18).map(|n| server.send("new", &format!("number {n}"))).collect();
+        let waiting: Vec<_> = (2..sessions).map(|n| server.send("new", &format!("number {n}"))).collect();
         for accepted in &waiting {
             assert_eq!(events.end_of_message(&accepted.message_uuid).event, "chat-complete");
         }
         // Two places: one that waited may overtake only its neighbours on the way to its dispatch.
         let order: Vec<usize> =
             events.seen().iter().filter_map(|f| waiting.iter().position(|w| dispatches(f, &w.message_uuid))).collect();
-        assert_eq!(order.len(), 18);
+        assert_eq!(order.len(), waiting.len());
         for (place, number) in order.iter().enumerate() {
             assert!(place.abs_diff(*number) <= 2, "{order:?}");
         }
     });
     assert_eq!(most, 2);
+    println!("rounds: {sessions} sessions on a cap of 2, at most {most} agents at one time");
 }
 
 #[test]
@@ -193,16 +195,24 @@ fn status_stop_and_history_answer_while_a_start_is_blocked() {
 }
 
 #[test]
-fn two_threads_take_turns_for_a_hundred_messages_each() {
+fn two_threads_take_turns_however_many_messages_each_has() {
     let server = Server::new();
+    let messages = setting("BEEBOX_THREAD_MESSAGES", 100);
+    let mut events = server.follow();
+    // How many messages of a thread came while the other's turn was not over.
+    let (in_turn, met) = (AtomicUsize::new(0), AtomicU64::new(0));
     let most = most_agents_during(&server, || {
         std::thread::scope(|scope| {
             for thread in ["anna", "bert"] {
-                let server = &server;
+                let (server, in_turn, met) = (&server, &in_turn, &met);
                 scope.spawn(move || {
-                    for n in 0..100 {
+                    for n in 0..messages {
                         let text = format!("{thread} {n}");
+                        if in_turn.fetch_add(1, Ordering::Relaxed) > 0 {
+                            met.fetch_add(1, Ordering::Relaxed);
+                        }
                         let answer = answered(server, thread, &say(&text));
+                        in_turn.fetch_sub(1, Ordering::Relaxed);
                         assert_eq!(answer["responses"], json!([text]));
                         assert_eq!(answer["success"], true);
                     }
@@ -211,10 +221,25 @@ fn two_threads_take_turns_for_a_hundred_messages_each() {
         });
     });
     assert_eq!(most, 1, "the pool keeps one active session");
+    let met = met.into_inner();
+    assert!(met > 0, "each waited for the other");
     let list = server.get_json("/api/threads");
     let counts: Vec<_> =
         list["threads"].as_array().unwrap().iter().map(|t| t["messageCount"].as_u64().unwrap()).collect();
-    assert_eq!(counts, [50, 50], "each went on in a fresh session once");
+    assert_eq!(counts, [(messages - 1) % 50 + 1; 2], "each goes on in a fresh session after fifty");
+    events.wait_for("the last response", |f| {
+        f.event == "thread-response" && f.text("text") == format!("anna {}", messages - 1)
+    });
+    events.wait_for("the last response", |f| {
+        f.event == "thread-response" && f.text("text") == format!("bert {}", messages - 1)
+    });
+    let told = events.kept("thread-response");
+    for thread in ["anna", "bert"] {
+        let of_one: Vec<_> =
+            told.iter().filter(|f| f.text("thread") == thread).map(|f| f.text("text").to_owned()).collect();
+        assert_eq!(of_one, (0..messages).map(|n| format!("{thread} {n}")).collect::<Vec<_>>(), "each once, in order");
+    }
+    println!("rounds: 2 threads of {messages} messages, {met} came during the other's turn");
 }
 
 #[test]
