@@ -401,6 +401,7 @@ impl Session {
         let place = self.reserve(1)?;
         let (id, features, changed) = {
             let mut state = self.state();
+            crate::faults::point("state_locked");
             let mut features = state.features.clone();
             let changed = features.set(name, value).map_err(|e| bad_feature(name, value, &e))?;
             if changed {

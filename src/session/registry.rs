@@ -221,7 +221,7 @@ impl Registry {
         let registry = Arc::new(Self {
             context: context.clone(),
             all: Mutex::new(map.by_id.values().map(Arc::downgrade).collect()),
-            sessions: Watched::new("sessions", map),
+            sessions: Watched::new("sessions", Doing::WaitSessions, map),
             clock: Mutex::default(),
             clock_changed: Condvar::new(),
             look_ups: Mutex::new(Some(to_look_up)),
@@ -475,6 +475,7 @@ impl Registry {
         let mut rows: HashMap<SessionId, Listed> = HashMap::new();
         let on_disk = self.context.archive.list(rows_max);
         let map = self.sessions.lock();
+        crate::faults::point("sessions_locked");
         for file in on_disk {
             let canonical = Self::canonical(&map, &file.session);
             rows.insert(canonical.clone(), listed(canonical, file.label, file.last_used_ms));

@@ -195,6 +195,37 @@ fn status_stop_and_history_answer_while_a_start_is_blocked() {
 }
 
 #[test]
+fn parked_sessions_hold_no_thread_and_no_descriptor_and_little_memory() {
+    let server = Options::default().args(["--live-max", "1"]).start();
+    let parked = setting("BEEBOX_PARKED", 40);
+    let mut events = server.follow();
+    let (first, _) = server.converse("new", "first");
+    let before = server.usage();
+    let mut last = first.clone();
+    for n in 1..parked {
+        last = server.send("new", &format!("number {n}"));
+        events.end_of_message(&last.message_uuid);
+    }
+    // The one of the last session lives on; all others were closed to make room.
+    server.wait_phase(&last.session_id, "ready");
+    server.wait_until("one agent", |s| (s.agents().len() == 1).then_some(()));
+    let phases = server.get("/metrics").text();
+    assert!(phases.contains(&format!("beebox_sessions{{phase=\"idle\"}} {}", parked - 1)), "{phases}");
+    let now = server.wait_until("what runs held is given back", |s| {
+        Some(s.usage()).filter(|now| now.threads <= before.threads && now.fds <= before.fds)
+    });
+    println!(
+        "rounds: {parked} sessions, all but one parked: {} threads, {} open files, RSS {:.1} MiB ({:.1} MiB with one)",
+        now.threads,
+        now.fds,
+        now.rss_kib as f64 / 1024.0,
+        before.rss_kib as f64 / 1024.0
+    );
+    assert!(now.rss_kib <= before.rss_kib + 8 * 1024 + parked * 16, "{now:?}");
+    assert_eq!(server.converse(&first.session_id, "and the first goes on").1.event, "chat-complete");
+}
+
+#[test]
 fn two_threads_take_turns_however_many_messages_each_has() {
     let server = Server::new();
     let messages = setting("BEEBOX_THREAD_MESSAGES", 100);
@@ -691,6 +722,112 @@ fn a_dump_is_answered_while_every_worker_is_busy() {
             (page.contains("waits for a turn to end") && page.contains("waits for its place")).then_some(())
         });
     });
+}
+
+/// Waits for a dump, asked for by HTTP and then printed on a signal, in which all of `wanted` stands.
+fn dumped(server: &Server, wanted: &[&str]) -> String {
+    let has_all = |page: &str| wanted.iter().all(|words| page.contains(words));
+    let page = server.wait_until(&format!("a dump with {wanted:?}"), |s| {
+        Some(s.get("/api/debug/threads").text()).filter(|page| has_all(page))
+    });
+    let before = server.stderr().len();
+    proc::signal(server.pid(), Signal::QUIT);
+    server.wait_until(&format!("a dump on stderr with {wanted:?}"), |s| has_all(&s.stderr()[before..]).then_some(()));
+    page
+}
+
+#[test]
+fn a_lock_that_is_held_too_long_is_told_with_who_holds_it_and_who_waits_while_no_worker_is_free() {
+    let dir = tempfile::tempdir().unwrap();
+    let hold = dir.path().join("hold");
+    let faults = format!("state_locked=hold:{0},sessions_locked=hold:{0}", hold.display());
+    let server = Options::default().args(["--http-workers", "2"]).env("BEEBOX_FAULT", &faults).start();
+    let session = server.converse("new", "hello").0.session_id;
+    for lock in ["state", "sessions"] {
+        std::fs::write(&hold, "").unwrap();
+        std::thread::scope(|scope| {
+            let holder = scope.spawn(|| match lock {
+                "state" => {
+                    let body = json!({"session": session, "feature": "prose", "value": "off"});
+                    server.post("/api/chat/features", &body).status
+                }
+                _ => server.get("/api/chat/sessions").status,
+            });
+            let held =
+                if lock == "state" { format!("state of {session}: by http-") } else { "sessions: by http-".into() };
+            dumped(&server, &[&held, "locks held for over 1000 ms: 1"]);
+            // The other worker.
+            let waiter = scope.spawn(|| server.get(&format!("/api/chat/status?session={session}")).status);
+            let waits = if lock == "state" { "waits for a lock state" } else { "waits for the lock sessions" };
+            let page = dumped(&server, &[&held, waits]);
+            if lock == "state" {
+                assert!(page.contains(&format!("{session} (its first id): its lock is held")), "{page}");
+            }
+            let told = format!("the lock {lock} is held for more than 5 s; what the server is at:");
+            server.wait_until("the alarm", |s| s.stderr().contains(&told).then_some(()));
+            server.wait_until("its page", |s| s.stderr().split_once(&told)?.1.contains(&held).then_some(()));
+            std::fs::remove_file(&hold).unwrap();
+            assert_eq!((holder.join().unwrap(), waiter.join().unwrap()), (200, 200));
+            assert_eq!(server.stderr().matches(&told).count(), 1, "once");
+        });
+    }
+    assert!(server.get("/api/debug/threads").text().contains("locks held for over 1000 ms: 0"));
+}
+
+#[test]
+fn a_thread_that_spins_shows_its_processor_time_and_who_waits_for_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let hold = dir.path().join("hold");
+    let fault = format!("before_record=spin:{}", hold.display());
+    let server = Options::default().env("BEEBOX_FAULT", &fault).start();
+    std::fs::write(&hold, "").unwrap();
+    std::thread::scope(|scope| {
+        let send = scope.spawn(|| server.send("new", "recorded when it no longer spins"));
+        let cpu_ms = |page: &str| -> u64 {
+            let row = page.lines().find(|l| l.trim_start().starts_with("journal ")).expect("its row");
+            row.split_once(" cpu ").unwrap().1.split_whitespace().next().unwrap().parse().unwrap()
+        };
+        let first = cpu_ms(&dumped(&server, &["waits for a commit"]));
+        let page = server.wait_until("a processor at work", |s| {
+            Some(s.get("/api/debug/threads").text()).filter(|page| cpu_ms(page) >= first + 200)
+        });
+        let row = page.lines().find(|l| l.trim_start().starts_with("journal ")).unwrap();
+        assert!(row.contains(" working for "), "{row}");
+        std::fs::remove_file(&hold).unwrap();
+        send.join().unwrap();
+    });
+}
+
+#[test]
+fn a_dump_shows_an_agent_that_reads_nothing_and_the_request_that_waits_for_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let deaf = dir.path().join("deaf");
+    std::fs::write(&deaf, "#!/bin/sh\nexec sleep 1000\n").unwrap();
+    std::fs::set_permissions(&deaf, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let server = Options::default().args(["--agent", deaf.to_str().unwrap()]).start();
+    // More than its stdin takes.
+    let words = "x".repeat(300_000);
+    let session = server.send("new", &words).session_id;
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| answered(&server, "anna", &words));
+        let page = dumped(
+            &server,
+            &[
+                &session,
+                "streaming",
+                "said nothing yet",
+                "of a thread",
+                "waits for its agent",
+                "waits for a turn to end",
+            ],
+        );
+        assert!(!page.contains("xxxx"), "{page}");
+        let of_thread = page.lines().find(|l| l.contains("of a thread")).unwrap().split_whitespace().next().unwrap();
+        assert_eq!(server.control("stop", of_thread), "stopped");
+        assert_eq!(waiting.join().unwrap()["success"], false);
+    });
+    assert_eq!(server.control("stop", &session), "stopped");
+    server.wait_phase(&session, "idle");
 }
 
 #[test]
