@@ -641,6 +641,49 @@ fn sigterm_during_a_start_ends_in_time_and_the_message_is_delivered_later() {
 }
 
 #[test]
+fn sigterm_while_slow_readers_catch_up_ends_in_time_and_the_whole_journal_is_read_afterwards() {
+    use std::io::{Read as _, Write as _};
+    let mut server = Options::default().args(["--drain-s", "0"]).start();
+    let first = server.follow();
+    let begin = first.hello.data["epoch"].as_str().map(|epoch| format!("{epoch}.0")).unwrap();
+    drop(first);
+    // More than sockets hold: readers that take nothing stay in the middle of it.
+    let held = server.send("new", "{{hang}} behind which the others wait");
+    wait_turn_began(&server, &held.session_id);
+    let words = "w".repeat(64 * 1024);
+    let mut sent = vec![held.message_uuid];
+    sent.extend((0..400).map(|_| server.send(&held.session_id, &words).message_uuid));
+    let slow: Vec<_> = (0..4)
+        .map(|_| {
+            let mut socket = std::net::TcpStream::connect(server.addr()).unwrap();
+            write!(
+                socket,
+                "GET /api/events?after={begin} HTTP/1.1\r\nHost: {}\r\nAccept: text/event-stream\r\n\r\n",
+                server.addr()
+            )
+            .unwrap();
+            let mut some = [0; 4096];
+            assert!(socket.read(&mut some).unwrap() > 0, "it began");
+            socket
+        })
+        .collect();
+    server.wait_until("all are behind, their sockets full", |s| {
+        let page = s.get("/metrics").text();
+        let all = |name: &str| page.lines().any(|l| l == format!("beebox_push_{name} {}", slow.len()));
+        (all("replaying_clients") && all("blocked_clients")).then_some(())
+    });
+    assert_eq!(server.terminate().code(), Some(0), "{}", server.stderr());
+    assert!(!server.stderr().contains("did not end in time"), "{}", server.stderr());
+    drop(slow);
+    server.restart();
+    let mut events = server.follow_from(Some(&begin));
+    let last = sent.last().unwrap().clone();
+    events.wait_for("the last of it", |f| f.event == "chat-user-message" && f.text("messageUuid") == last);
+    let told: Vec<_> = events.kept("chat-user-message").iter().map(|f| f.text("messageUuid").to_owned()).collect();
+    assert_eq!(told, sent, "each once, in order");
+}
+
+#[test]
 fn a_second_sigterm_skips_the_drain() {
     let mut server = Options::default().args(["--drain-s", "600"]).start();
     let sent = server.send("new", "{{hang}} for ever");
