@@ -108,6 +108,8 @@ doing! {
     WaitState = "waits for a lock state",
     /// The disk.
     ReadFile = "reads a file",
+    /// The disk, with everybody who waits for a record behind it.
+    Commit = "commits",
     /// A timer.
     WaitTime = "waits for its next round",
     /// A signal.

@@ -113,6 +113,10 @@ fn a_turn_that_ends_gives_its_place_to_a_session_that_waits() {
     let long = server.send("new", "{{deltas=20 delta_ms=40}} long");
     wait_turn_began(&server, &long.session_id);
     let waits = server.send("new", "waits for the place");
+    let page = server.get("/api/debug/threads").text();
+    assert!(page.contains("live places: 1 of 1 taken, 1 wait for one"), "{page}");
+    let row = page.lines().find(|l| l.contains(&waits.session_id)).expect("its row");
+    assert!(row.contains("queued 1  waits for a live place"), "{row}");
     events.end_of_message(&waits.message_uuid);
     let end = events.turn_end(&long.message_uuid);
     assert_eq!(end.data["isError"], false, "eviction never interrupts a turn");
@@ -741,6 +745,11 @@ fn a_dump_names_every_thread_and_session_and_shows_no_words_of_theirs() {
     }
     assert!(page.contains("locks held for over 1000 ms: 0"), "{page}");
     assert!(!page.contains("secret"), "{page}");
+    server.wait_until("a row for each thread of the process", |s| {
+        let page = s.get("/api/debug/threads").text();
+        (s.thread_names().len() == page.lines().filter(|l| l.contains(" tid ") && l.contains(" cpu ")).count())
+            .then_some(())
+    });
     proc::signal(server.pid(), Signal::QUIT);
     server.wait_until("the dump on stderr", |s| s.stderr().contains("locks held for over 1000 ms: 0").then_some(()));
     assert!(server.is_running());
