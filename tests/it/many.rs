@@ -103,7 +103,7 @@ fn many_sessions_on_a_cap_of_two_are_served_in_the_order_of_their_messages() {
         }
     });
     assert_eq!(most, 2);
-    println!("rounds: {sessions} sessions on a cap of 2, at most {most} agents at one time");
+    println!("\nrounds: {sessions} sessions on a cap of 2, at most {most} agents at one time");
 }
 
 #[test]
@@ -220,7 +220,7 @@ fn parked_sessions_hold_no_thread_and_no_descriptor_and_little_memory() {
         Some(s.usage()).filter(|now| now.threads <= before.threads && now.fds <= before.fds)
     });
     println!(
-        "rounds: {parked} sessions, all but one parked: {} threads, {} open files, RSS {:.1} MiB ({:.1} MiB with one)",
+        "\nrounds: {parked} sessions, all but one parked: {} threads, {} open files, RSS {:.1} MiB ({:.1} MiB with one)",
         now.threads,
         now.fds,
         now.rss_kib as f64 / 1024.0,
@@ -276,7 +276,7 @@ fn two_threads_take_turns_however_many_messages_each_has() {
             told.iter().filter(|f| f.text("thread") == thread).map(|f| f.text("text").to_owned()).collect();
         assert_eq!(of_one, (0..messages).map(|n| format!("{thread} {n}")).collect::<Vec<_>>(), "each once, in order");
     }
-    println!("rounds: 2 threads of {messages} messages, {met} came during the other's turn");
+    println!("\nrounds: 2 threads of {messages} messages, {met} came during the other's turn");
 }
 
 #[test]
