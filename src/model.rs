@@ -11,6 +11,9 @@ use crate::error::{Code, Error, Result};
 use crate::ids::{MessageId, MessageUuid, SessionId, TurnId};
 use crate::journal::{AcceptOutcome, Acceptance, Change, Claim, ClaimAnswer, KeptAnswer, MessageState, Unit};
 
+/// Waits that run into their limit in one schedule.
+const TIME_OUTS_MAX: usize = 4;
+
 /// What may go wrong in a scenario.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Weather {
@@ -22,6 +25,8 @@ pub struct Weather {
     pub bad_disk: bool,
     /// Agents answer as another conversation than they were started for, also as one that is in use.
     pub renames: bool,
+    /// Waits with a time limit run into it.
+    pub impatient: bool,
 }
 
 /// What becomes of a turn.
@@ -65,6 +70,7 @@ struct World {
     claims: HashMap<MessageId, ([u8; 32], ClaimAnswer)>,
     deaths: usize,
     renames: usize,
+    time_outs: usize,
 }
 
 static WORLD: Mutex<Option<World>> = Mutex::new(None);
@@ -90,6 +96,23 @@ pub fn begin(weather: Weather, planted: Option<Planted>) {
 #[must_use]
 pub fn is_on() -> bool {
     here().0.is_some()
+}
+
+/// True if a wait with a limit times out, at most [`TIME_OUTS_MAX`] times in a schedule, so that every loop ends.
+#[must_use]
+pub fn times_out() -> bool {
+    let mut here = here();
+    let Some(world) = here.0.as_mut().filter(|w| w.weather.impatient && w.time_outs < TIME_OUTS_MAX) else {
+        return false;
+    };
+    let now = thread_rng().gen_range(0..4) == 0;
+    world.time_outs += usize::from(now);
+    now
+}
+
+/// No wait times out any more: what is under way is waited for to its end.
+pub fn be_patient() {
+    here().world().weather.impatient = false;
 }
 
 /// True if this fault is planted.
@@ -208,6 +231,15 @@ pub fn accept(acceptance: &Acceptance) -> Result<AcceptOutcome> {
         world.claims.insert(claim.id.clone(), (claim.hash, answer));
     }
     Ok(AcceptOutcome::Recorded { event_id: 1 })
+}
+
+/// Conversations of the box that took a message, by the ids they had then; none where ids change and messages move.
+#[must_use]
+pub fn chats_with_messages() -> Vec<SessionId> {
+    let mut here = here();
+    let world = here.world();
+    let stay = !world.weather.renames;
+    world.order.keys().filter(|id| stay && !world.of_threads.contains(*id)).cloned().collect()
 }
 
 /// Moves messages as the ledger would, and refuses what it would refuse.

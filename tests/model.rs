@@ -6,12 +6,14 @@
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests fail loudly")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use beebox_chatd::archive::Archive;
 use beebox_chatd::bus::Bus;
 use beebox_chatd::config::{Cli, Config};
+use beebox_chatd::error::Code;
 use beebox_chatd::ids::{MessageId, SessionId};
 use beebox_chatd::journal::{Journal, Recovered};
 use beebox_chatd::model::{self, Planted, Weather};
@@ -25,8 +27,13 @@ use shuttle::rand::{Rng as _, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::thread;
 
-/// No wait of the model times out; this is only what calls ask for.
+/// The model's waits time out where the weather says so; this is only what calls ask for.
 const LONG: Duration = Duration::from_secs(3600);
+
+/// What an impatient sender is answered; `internal` is a parked run that was not reaped in time.
+const WAITED_TOO_LONG: [Code; 3] = [Code::Busy, Code::CannotRecord, Code::Internal];
+
+static ENDED_EARLY: [AtomicUsize; 3] = [const { AtomicUsize::new(0) }; 3];
 
 /// One scenario at a time: the world is one.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -59,9 +66,14 @@ impl House {
 
     /// Everything settles, nobody is left, no place of the journal's queue is kept.
     fn end(self) {
+        model::be_patient();
         for session in self.registry.all() {
             assert!(session.wait_until_settled(Instant::now() + LONG));
             assert!(session.wait_for_idle(Instant::now() + LONG));
+        }
+        let listed: Vec<_> = self.registry.list(1_000).into_iter().map(|row| row.session_id).collect();
+        for took in model::chats_with_messages() {
+            assert!(listed.contains(&self.registry.current_id(&took)), "a conversation that took a message is listed");
         }
         assert!(self.registry.shut_down(LONG, &|| false, LONG));
         assert!(self.journal.shutdown(LONG));
@@ -151,6 +163,13 @@ fn pool(config: &Config, weather: Weather, planted: Option<Planted>) {
                 if weather.mortal {
                     continue;
                 }
+                if let Err(e) = &answer {
+                    ENDED_EARLY[WAITED_TOO_LONG.iter().position(|code| *code == e.code()).unwrap_or(0)]
+                        .fetch_add(1, Ordering::Relaxed);
+                }
+                if weather.impatient && answer.as_ref().is_err_and(|e| WAITED_TOO_LONG.contains(&e.code())) {
+                    continue;
+                }
                 assert!(answer.unwrap().success, "nobody stopped it and its agent lives");
             }
         }));
@@ -187,7 +206,7 @@ fn check(name: &str, scenario: Scenario, weather: Weather, planted: Option<Plant
 #[test]
 fn no_schedule_loses_a_message_or_a_wake_up_or_starts_a_second_agent() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let each = schedules().div_ceil(6);
+    let each = schedules().div_ceil(8);
     let fair = Weather { live_max: 2, ..Weather::default() };
     let narrow = Weather { live_max: 1, ..fair };
     let rough = Weather { mortal: true, bad_disk: true, ..narrow };
@@ -196,8 +215,16 @@ fn no_schedule_loses_a_message_or_a_wake_up_or_starts_a_second_agent() {
     check("chats with deaths and a bad disk", chats, rough, None, each);
     check("chats whose agents change their ids", chats, Weather { renames: true, ..fair }, None, each);
     check("threads", pool, narrow, None, each);
+    let impatient = Weather { impatient: true, ..narrow };
+    check("chats whose waits time out", chats, Weather { bad_disk: true, ..impatient }, None, each);
+    check("threads whose waits time out", pool, impatient, None, each);
     check("threads with deaths", pool, Weather { mortal: true, ..narrow }, None, each);
-    println!("schedules: {}", each.div_ceil(2) * 12);
+    let early = ENDED_EARLY.each_ref().map(|n| n.load(Ordering::Relaxed));
+    println!("waits that ended early, {WAITED_TOO_LONG:?}: {early:?}");
+    if each >= 100 {
+        assert!(early.iter().all(|n| *n > 0), "each limit was met");
+    }
+    println!("schedules: {}", each.div_ceil(2) * 16);
 }
 
 fn finds(name: &str, scenario: Scenario, planted: Planted) {
