@@ -732,6 +732,22 @@ fn a_start_that_takes_too_long_is_logged_once_with_a_dump() {
 }
 
 #[test]
+fn a_stop_that_takes_too_long_is_logged_once_with_a_dump() {
+    let server = Options::default().args(["--stuck-s", "1"]).start();
+    let sent = server.send("new", "{{ignore=both hang}} stubborn");
+    wait_turn_began(&server, &sent.session_id);
+    assert_eq!(server.control("stop", &sent.session_id), "stopped");
+    // It is killed after its 7 s.
+    server.wait_phase(&sent.session_id, "idle");
+    let log = server.stderr();
+    let told = format!("session {} has been stopping for more than 1 s; what the server is at:", sent.session_id);
+    let (before, page) = log.split_once(&told).unwrap_or_else(|| panic!("not told: {log}"));
+    assert!(!before.contains("has been stopping") && !page.contains("has been stopping"), "once: {log}");
+    let row = page.lines().find(|l| l.trim_start().starts_with(&sent.session_id)).expect("its row");
+    assert!(row.contains("stopping") && row.contains(" pid "), "{row}");
+}
+
+#[test]
 fn a_dump_names_every_thread_and_session_and_shows_no_words_of_theirs() {
     let mut server = Server::new();
     let sent = server.send("new", "{{hang}} secret words");
