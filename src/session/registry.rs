@@ -296,6 +296,8 @@ impl Registry {
         let canonical = Self::canonical(&self.sessions.lock(), id);
         let has_file = self.context.archive.path_of(&canonical).is_some();
         let mut map = self.sessions.lock();
+        // Again: it may have got another id meanwhile.
+        let canonical = Self::canonical(&map, id);
         if let Some(session) = map.by_id.get(&canonical) {
             return Ok(session.clone());
         }
