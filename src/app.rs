@@ -26,6 +26,7 @@ use crate::journal::{Faults, Journal, JournalOptions};
 use crate::mirror::{self, Mirror};
 use crate::push::{self, Push, PushLimits};
 use crate::session::Context;
+use crate::session::engine::{Session, State};
 use crate::session::listener::KEEPS_UUIDS_KEY;
 use crate::session::pool::{self, Pool};
 use crate::session::recover::Leftovers;
@@ -364,67 +365,90 @@ fn page(context: &Context, push: &Push) -> String {
         return page;
     };
     let mut held: Vec<_> = registry.held().map(|held| ("sessions".to_owned(), held)).into_iter().collect();
-    let all = registry.all();
-    let _ = writeln!(page, "sessions: {}", all.len());
     let now = crate::clock::now_ms();
     let until = Instant::now() + PAGE_WAITS;
-    for session in all {
+    let (mut rows, mut live, mut wait) = (Vec::new(), 0, 0);
+    for session in registry.all() {
         let limit = until.saturating_duration_since(Instant::now()).min(Duration::from_millis(20));
         let state = match session.try_state(limit) {
             Ok(state) => state,
             Err(holder) => {
-                let _ = writeln!(page, "  {} (its first id): its lock is held", session.first_id());
+                let line = format!("  {} (its first id): its lock is held\n", session.first_id());
+                rows.push(((0, 0), line));
                 held.extend(holder.map(|held| (format!("state of {}", session.first_id()), held)));
                 continue;
             }
         };
-        let phase = state.machine.phase();
-        let _ = write!(
-            page,
-            "  {} {:<9} for {} ms  queued {}",
-            state.id,
-            phase.kind().word(),
-            now - state.since_ms,
-            state.machine.queued()
-        );
-        if session.is_thread() {
-            page.push_str("  of a thread");
-        }
-        if state.machine.is_closing() {
-            page.push_str("  closing");
-        }
-        if let Some(turn) = state.machine.current_turn() {
-            let _ = write!(page, "  turn {turn}");
-        }
-        if !state.tasks.is_empty() {
-            let _ = write!(page, "  background tasks {}", state.tasks.len());
-        }
-        if let Some(run) = phase.run() {
-            let _ = write!(page, "  {} pid {}", run.no(), run.pid().unwrap_or(0));
-            match run.last_message_age_ms() {
-                None => page.push_str("  said nothing yet"),
-                Some(age) if age >= SILENT_MS && phase.is_busy() => {
-                    let _ = write!(page, "  no message for {} min", age / 60_000);
-                }
-                Some(age) => {
-                    let _ = write!(page, "  last message {age} ms ago");
-                }
-            }
-        }
-        page.push('\n');
+        live += usize::from(state.machine.holds_slot() && !session.is_thread());
+        wait += usize::from(state.machine.wants_slot() && !session.is_thread());
+        // What somebody may wait for comes first, what is parked last.
+        let rank = match (state.machine.holds_slot(), state.machine.is_settled()) {
+            (true, _) => 1,
+            (false, false) => 2,
+            (false, true) => 3,
+        };
+        rows.push(((rank, state.since_ms), row(&session, &state, now)));
     }
+    rows.sort();
+    let _ = writeln!(
+        page,
+        "sessions: {}, live places: {live} of {} taken, {wait} wait for one",
+        rows.len(),
+        context.config.live_max
+    );
+    page.extend(rows.into_iter().map(|(_, line)| line));
     held.retain(|(_, held)| held.for_ms >= HELD_TOLD_MS);
     let _ = writeln!(page, "locks held for over {HELD_TOLD_MS} ms: {}", held.len());
     let names = crate::threads::table().0;
     for (lock, held) in held {
         let name = names.iter().find(|row| row.tid == held.tid).map_or("an unlisted thread", |row| row.name.as_str());
-        let _ = writeln!(page, "  {lock}: by {name} (tid {}) for {} ms", held.tid, held.for_ms);
+        let _ = writeln!(page, "  {lock}: by {name} (tid {}) for {}", held.tid, dump::span(held.for_ms));
     }
     let stats = context.journal.stats();
     let _ = writeln!(page, "journal: {stats:?}");
     let _ = writeln!(page, "bus: head {}", context.bus.head());
     let _ = writeln!(page, "push: {:?}", push.stats());
     page
+}
+
+/// One session in the page. No words of anybody: ids, numbers, spans of time.
+fn row(session: &Session, state: &State, now: crate::clock::UnixMs) -> String {
+    let (machine, phase) = (&state.machine, state.machine.phase());
+    let since = dump::span(u64::try_from(now - state.since_ms).unwrap_or(0));
+    let mut row = format!("  {} {:<9} for {since}  queued {}", state.id, phase.kind().word(), machine.queued());
+    for (is_so, words) in [
+        (session.is_thread(), "of a thread"),
+        (machine.is_closing(), "closing"),
+        (machine.wants_slot(), "waits for a live place"),
+        (state.start_error.is_some(), "its last start failed"),
+    ] {
+        if is_so {
+            let _ = write!(row, "  {words}");
+        }
+    }
+    if let Some(turn) = machine.current_turn() {
+        let _ = write!(row, "  turn {turn}");
+    }
+    if !state.tasks.is_empty() {
+        let _ = write!(row, "  background tasks {}", state.tasks.len());
+    }
+    if state.pins > 0 {
+        let _ = write!(row, "  sends under way {}", state.pins);
+    }
+    if let Some(run) = phase.run() {
+        let _ = write!(row, "  {} pid {}", run.no(), run.pid().unwrap_or(0));
+        match run.last_message_age_ms() {
+            None => row.push_str("  said nothing yet"),
+            Some(age) if age >= SILENT_MS && phase.is_busy() => {
+                let _ = write!(row, "  no message for {} min", age / 60_000);
+            }
+            Some(age) => {
+                let _ = write!(row, "  last message {} ago", dump::span(age));
+            }
+        }
+    }
+    row.push('\n');
+    row
 }
 
 #[cfg(test)]

@@ -2,8 +2,9 @@
 //! crash checker finds them.
 //!
 //! `BEEBOX_FAULT` is a comma-separated list of `NAME` (kill at the first pass), `NAME:N` (kill at the N-th pass),
-//! `NAME@server:N` and `NAME@agent:N` (at the N-th pass that process dies, whoever passes) and `NAME=delay:MS` (hold
-//! every pass that long). The embedded agent inherits the variable: one list arms the points of both, each process
+//! `NAME@server:N` and `NAME@agent:N` (at the N-th pass that process dies, whoever passes), `NAME=delay:MS` (hold
+//! every pass that long), `NAME=hold:PATH` and `NAME=spin:PATH` (hold it while there is a file PATH, asleep or on the
+//! CPU). The embedded agent inherits the variable: one list arms the points of both, each process
 //! counts its own passes, and a fresh agent begins at nought. `BEEBOX_PLANT` names one fault of [`PLANTS`]; only debug
 //! builds have them. `BEEBOX_DISK` is `KIND:NTH:COUNT`: from the N-th call of the journal to its disk on COUNT calls
 //! fail (`journal::Faults`). Each is read once. All are for tests only.
@@ -11,13 +12,14 @@
 //! Leaves to others where the points stand. Rule a change could break: without the variable a point costs one relaxed
 //! load, and a name that is unknown ends the start of a test with a clear line instead of testing nothing.
 
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Every point, in the order in which a message passes them.
+/// Every point: those that a message passes, in their order, then those that hold a lock.
 pub const POINTS: &[&str] = &[
     "before_record",              // journal: before a transaction with a message or a dispatch begins
     "after_record_before_answer", // journal: committed, nobody told yet
@@ -28,6 +30,8 @@ pub const POINTS: &[&str] = &[
     "mid_line",                   // embedded agent: half a line is in the transcript
     "before_result",              // embedded agent: all is said and written but the result
     "after_result_before_ledger", // run: the result is read, the ledger does not know
+    "state_locked",               // whoever sets a feature: with the session's lock held
+    "sessions_locked",            // whoever lists the conversations: with the lock of the map held
 ];
 
 /// Every fault of thought that can be planted.
@@ -48,6 +52,16 @@ enum Victim {
     Agent,
 }
 
+/// How a pass is held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Busy {
+    Asleep,
+    OnTheCpu,
+}
+
+/// How often a sleeper looks for its file. It only ends a hold; nothing is measured by it.
+const LOOK: Duration = Duration::from_millis(5);
+
 /// What happens at a point.
 #[derive(Debug, PartialEq, Eq)]
 enum What {
@@ -55,6 +69,8 @@ enum What {
     KillAt(Victim, u64),
     /// Hold every pass.
     Delay(Duration),
+    /// Hold a pass while the file is there.
+    While(PathBuf, Busy),
 }
 
 #[derive(Debug)]
@@ -79,12 +95,16 @@ fn parse(list: &str) -> Result<Vec<Armed>, String> {
         .map(|part| {
             let bad = || {
                 format!(
-                    "BEEBOX_FAULT: `{part}` is not NAME, NAME:N, NAME@server:N, NAME@agent:N or NAME=delay:MS with \
-                     NAME one of {POINTS:?}"
+                    "BEEBOX_FAULT: `{part}` is not NAME, NAME:N, NAME@server:N, NAME@agent:N, NAME=delay:MS, \
+                     NAME=hold:/PATH or NAME=spin:/PATH with NAME one of {POINTS:?}"
                 )
             };
             let (name, what) = if let Some((name, ms)) = part.split_once("=delay:") {
                 (name, What::Delay(Duration::from_millis(ms.parse().map_err(|_| bad())?)))
+            } else if let Some((name, path)) = part.split_once("=hold:/") {
+                (name, What::While(Path::new("/").join(path), Busy::Asleep))
+            } else if let Some((name, path)) = part.split_once("=spin:/") {
+                (name, What::While(Path::new("/").join(path), Busy::OnTheCpu))
             } else {
                 let (name, n) = match part.split_once(':') {
                     Some((name, n)) => (name, n.parse().map_err(|_| bad())?),
@@ -141,13 +161,19 @@ pub fn is_armed(name: &'static str) -> bool {
 #[cold]
 fn pass(armed: &[Armed], name: &str) {
     for fault in armed.iter().filter(|fault| fault.name == name) {
-        match fault.what {
+        match &fault.what {
             What::KillAt(victim, n) => {
-                if fault.passes.fetch_add(1, Ordering::Relaxed) + 1 == n {
-                    kill(victim);
+                if fault.passes.fetch_add(1, Ordering::Relaxed) + 1 == *n {
+                    kill(*victim);
                 }
             }
-            What::Delay(time) => std::thread::sleep(time),
+            What::Delay(time) => std::thread::sleep(*time),
+            What::While(path, Busy::Asleep) => {
+                while path.exists() {
+                    std::thread::sleep(LOOK);
+                }
+            }
+            What::While(path, Busy::OnTheCpu) => while path.exists() {},
         }
     }
 }
@@ -220,7 +246,11 @@ mod tests {
 
     #[test]
     fn the_list_of_faults_is_read_whole_or_refused() {
-        let armed = parse("before_record:3,mid_line,before_result=delay:20,mid_stdin@agent:2,mid_line@server").unwrap();
+        let armed = parse(
+            "before_record:3,mid_line,before_result=delay:20,mid_stdin@agent:2,mid_line@server,\
+             state_locked=hold:/a/b,before_record=spin:/c",
+        )
+        .unwrap();
         let seen: Vec<_> = armed.iter().map(|a| (a.name.as_str(), &a.what)).collect();
         assert_eq!(
             seen,
@@ -230,6 +260,8 @@ mod tests {
                 ("before_result", &What::Delay(Duration::from_millis(20))),
                 ("mid_stdin", &What::KillAt(Victim::Agent, 2)),
                 ("mid_line", &What::KillAt(Victim::Server, 1)),
+                ("state_locked", &What::While("/a/b".into(), Busy::Asleep)),
+                ("before_record", &What::While("/c".into(), Busy::OnTheCpu)),
             ]
         );
         assert!(parse("").unwrap().is_empty());

@@ -11,6 +11,9 @@ use crate::error::{Code, Error, Result};
 use crate::ids::{MessageId, MessageUuid, SessionId, TurnId};
 use crate::journal::{AcceptOutcome, Acceptance, Change, Claim, ClaimAnswer, KeptAnswer, MessageState, Unit};
 
+/// Waits that run into their limit in one schedule.
+const TIME_OUTS_MAX: usize = 4;
+
 /// What may go wrong in a scenario.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Weather {
@@ -20,6 +23,10 @@ pub struct Weather {
     pub mortal: bool,
     /// Acceptances fail.
     pub bad_disk: bool,
+    /// Agents answer as another conversation than they were started for, also as one that is in use.
+    pub renames: bool,
+    /// Waits with a time limit run into it.
+    pub impatient: bool,
 }
 
 /// What becomes of a turn.
@@ -62,6 +69,8 @@ struct World {
     answers: HashMap<MessageUuid, KeptAnswer>,
     claims: HashMap<MessageId, ([u8; 32], ClaimAnswer)>,
     deaths: usize,
+    renames: usize,
+    time_outs: usize,
 }
 
 static WORLD: Mutex<Option<World>> = Mutex::new(None);
@@ -89,6 +98,23 @@ pub fn is_on() -> bool {
     here().0.is_some()
 }
 
+/// True if a wait with a limit times out, at most [`TIME_OUTS_MAX`] times in a schedule, so that every loop ends.
+#[must_use]
+pub fn times_out() -> bool {
+    let mut here = here();
+    let Some(world) = here.0.as_mut().filter(|w| w.weather.impatient && w.time_outs < TIME_OUTS_MAX) else {
+        return false;
+    };
+    let now = thread_rng().gen_range(0..4) == 0;
+    world.time_outs += usize::from(now);
+    now
+}
+
+/// No wait times out any more: what is under way is waited for to its end.
+pub fn be_patient() {
+    here().world().weather.impatient = false;
+}
+
 /// True if this fault is planted.
 #[must_use]
 pub fn is_planted(fault: Planted) -> bool {
@@ -108,6 +134,27 @@ pub fn run_began(session: &SessionId) {
         chats.len(),
         world.weather.live_max
     );
+}
+
+/// Another id that an agent gives itself, and whether it dropped what was said before.
+#[must_use]
+pub fn another_id(session: &SessionId) -> Option<(SessionId, bool)> {
+    let mut here = here();
+    let world = here.world();
+    if !world.weather.renames || world.renames == 3 || thread_rng().gen_range(0..2) == 0 {
+        return None;
+    }
+    world.renames += 1;
+    let id = SessionId::parse(["late-1", "late-2"][thread_rng().gen_range(0..2)]).ok()?;
+    (id != *session).then(|| (id, thread_rng().gen_range(0..2) == 0))
+}
+
+/// An agent was followed to its other id.
+pub fn run_moved(was: &SessionId, now: &SessionId) {
+    let mut here = here();
+    let world = here.world();
+    assert!(world.live.remove(was), "it lives");
+    assert!(world.live.insert(now.clone()), "two agents live for one conversation");
 }
 
 /// An agent is gone.
@@ -186,6 +233,15 @@ pub fn accept(acceptance: &Acceptance) -> Result<AcceptOutcome> {
     Ok(AcceptOutcome::Recorded { event_id: 1 })
 }
 
+/// Conversations of the box that took a message, by the ids they had then; none where ids change and messages move.
+#[must_use]
+pub fn chats_with_messages() -> Vec<SessionId> {
+    let mut here = here();
+    let world = here.world();
+    let stay = !world.weather.renames;
+    world.order.keys().filter(|id| stay && !world.of_threads.contains(*id)).cloned().collect()
+}
+
 /// Moves messages as the ledger would, and refuses what it would refuse.
 pub fn record(unit: &Unit) {
     let mut here = here();
@@ -222,12 +278,16 @@ pub fn record(unit: &Unit) {
                 let answer = KeptAnswer { responses_json: responses_json.clone(), success: *success };
                 assert!(world.answers.insert(message.clone(), answer).is_none(), "answered twice");
             }
+            Change::Alias { was, now } | Change::Move { was, now } => {
+                let mut all = world.order.get(was).cloned().unwrap_or_default();
+                let there = world.order.remove(now).unwrap_or_default();
+                all.extend(there.into_iter().filter(|m| !all.contains(m)).collect::<Vec<_>>());
+                world.order.insert(now.clone(), all);
+            }
             Change::Stopped { .. }
             | Change::Retry { .. }
             | Change::Discard { .. }
             | Change::Session(_)
-            | Change::Alias { .. }
-            | Change::Move { .. }
             | Change::Agent { .. }
             | Change::AgentGone { .. }
             | Change::SetState { .. }

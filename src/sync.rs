@@ -25,6 +25,8 @@ const HELD_LIMIT: Duration = Duration::from_secs(5);
 /// A mutex that tells dumps who holds it. Costs four relaxed stores and a clock more than a plain one.
 pub struct Watched<T> {
     name: &'static str,
+    /// What who waits for it is at.
+    waits: Doing,
     lock: Mutex<T>,
     holder: AtomicU64,
     since_ms: AtomicU64,
@@ -41,10 +43,11 @@ pub struct Held {
 }
 
 impl<T> Watched<T> {
-    /// An open lock; `name` is what dumps call it.
-    pub fn new(name: &'static str, value: T) -> Self {
+    /// An open lock; `name` is what dumps call it, `waits` what a thread is at that waits for it.
+    pub fn new(name: &'static str, waits: Doing, value: T) -> Self {
         Self {
             name,
+            waits,
             lock: Mutex::new(value),
             holder: AtomicU64::new(u64::MAX),
             since_ms: AtomicU64::new(0),
@@ -61,7 +64,7 @@ impl<T> Watched<T> {
         if let Some(guard) = self.lock.try_lock() {
             return self.guarded(guard);
         }
-        let _at = doing(Doing::WaitLock);
+        let _at = doing(self.waits);
         if let Some(guard) = self.lock.try_lock_for(limit) {
             return self.guarded(guard);
         }
@@ -152,7 +155,7 @@ mod tests {
 
     #[test]
     fn a_lock_tells_who_holds_it_and_a_waiter_does_not_hold_it() {
-        let lock = Arc::new((Watched::new("test", false), Condvar::new()));
+        let lock = Arc::new((Watched::new("test", Doing::WaitState, false), Condvar::new()));
         assert_eq!(lock.0.held(), None);
         let (said, hear) = bounded::<()>(0);
         let (go, wait) = bounded::<()>(0);

@@ -104,10 +104,14 @@ doing! {
     WaitTurn = "waits for a turn to end",
     /// A thread message that waits for its place in the pool.
     WaitPlace = "waits for its place",
-    /// A lock that another thread holds.
-    WaitLock = "waits for a lock",
+    /// The lock of the map of conversations, which another thread holds.
+    WaitSessions = "waits for the lock sessions",
+    /// The lock of one conversation, which another thread holds.
+    WaitState = "waits for a lock state",
     /// The disk.
     ReadFile = "reads a file",
+    /// The disk, with everybody who waits for a record behind it.
+    Commit = "commits",
     /// A timer.
     WaitTime = "waits for its next round",
     /// A signal.

@@ -7,12 +7,14 @@
 
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use beebox_chatd::archive::Archive;
 use beebox_chatd::bus::Bus;
 use beebox_chatd::config::{Cli, Config};
+use beebox_chatd::error::Code;
 use beebox_chatd::http::gate::body::Store;
 use beebox_chatd::http::gate::exchange::{End, Exchange, Exchanges, PIPE_BYTES_MAX};
 use beebox_chatd::http::gate::notes::Note;
@@ -29,8 +31,13 @@ use shuttle::rand::{Rng as _, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::thread;
 
-/// No wait of the model times out; this is only what calls ask for.
+/// The model's waits time out where the weather says so; this is only what calls ask for.
 const LONG: Duration = Duration::from_secs(3600);
+
+/// What an impatient sender is answered; `internal` is a parked run that was not reaped in time.
+const WAITED_TOO_LONG: [Code; 3] = [Code::Busy, Code::CannotRecord, Code::Internal];
+
+static ENDED_EARLY: [AtomicUsize; 3] = [const { AtomicUsize::new(0) }; 3];
 
 /// One scenario at a time: the world is one.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -63,9 +70,14 @@ impl House {
 
     /// Everything settles, nobody is left, no place of the journal's queue is kept.
     fn end(self) {
+        model::be_patient();
         for session in self.registry.all() {
             assert!(session.wait_until_settled(Instant::now() + LONG));
             assert!(session.wait_for_idle(Instant::now() + LONG));
+        }
+        let listed: Vec<_> = self.registry.list(1_000).into_iter().map(|row| row.session_id).collect();
+        for took in model::chats_with_messages() {
+            assert!(listed.contains(&self.registry.current_id(&took)), "a conversation that took a message is listed");
         }
         assert!(self.registry.shut_down(LONG, &|| false, LONG));
         assert!(self.journal.shutdown(LONG));
@@ -100,11 +112,15 @@ fn chats(config: &Config, weather: Weather, planted: Option<Planted>) {
             }
         }));
     }
+    let mains = Arc::new(Mutex::new(Vec::new()));
     for n in 0..2 {
-        let registry = house.registry.clone();
+        let (registry, mains) = (house.registry.clone(), mains.clone());
         threads.push(thread::spawn(move || {
-            send(&registry, &Word::Main, &format!("main {n}"), Some("the same"));
-            send(&registry, &Word::Main, &format!("main again {n}"), None);
+            let sent = [
+                send(&registry, &Word::Main, &format!("main {n}"), Some("the same")),
+                send(&registry, &Word::Main, &format!("main again {n}"), None),
+            ];
+            mains.lock().unwrap().extend(sent.into_iter().flatten());
         }));
     }
     let registry = house.registry.clone();
@@ -127,6 +143,11 @@ fn chats(config: &Config, weather: Weather, planted: Option<Planted>) {
     for thread in threads {
         thread.join().unwrap();
     }
+    // Whatever was refused: the box's own conversation is the one that took what was sent to it.
+    let main = house.registry.main().map(|id| house.registry.current_id(&id));
+    for session in mains.lock().unwrap().iter().filter(|_| !weather.renames) {
+        assert_eq!(main, Some(house.registry.current_id(session)), "two conversations of the box's own");
+    }
     house.end();
 }
 
@@ -144,6 +165,13 @@ fn pool(config: &Config, weather: Weather, planted: Option<Planted>) {
                 let answer =
                     pool.send(ThreadMessage { thread: name.into(), message, description: None, message_id: id });
                 if weather.mortal {
+                    continue;
+                }
+                if let Err(e) = &answer {
+                    ENDED_EARLY[WAITED_TOO_LONG.iter().position(|code| *code == e.code()).unwrap_or(0)]
+                        .fetch_add(1, Ordering::Relaxed);
+                }
+                if weather.impatient && answer.as_ref().is_err_and(|e| WAITED_TOO_LONG.contains(&e.code())) {
                     continue;
                 }
                 assert!(answer.unwrap().success, "nobody stopped it and its agent lives");
@@ -262,17 +290,26 @@ fn check(name: &str, scenario: Scenario, weather: Weather, planted: Option<Plant
 #[test]
 fn no_schedule_loses_a_message_or_a_wake_up_or_starts_a_second_agent() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let each = schedules().div_ceil(6);
+    let each = schedules().div_ceil(9);
     let fair = Weather { live_max: 2, ..Weather::default() };
     let narrow = Weather { live_max: 1, ..fair };
     let rough = Weather { mortal: true, bad_disk: true, ..narrow };
     check("chats on two places", chats, fair, None, each);
     check("chats on one place", chats, narrow, None, each);
     check("chats with deaths and a bad disk", chats, rough, None, each);
+    check("chats whose agents change their ids", chats, Weather { renames: true, ..fair }, None, each);
     check("threads", pool, narrow, None, each);
+    let impatient = Weather { impatient: true, ..narrow };
+    check("chats whose waits time out", chats, Weather { bad_disk: true, ..impatient }, None, each);
+    check("threads whose waits time out", pool, impatient, None, each);
     check("threads with deaths", pool, Weather { mortal: true, ..narrow }, None, each);
     check("requests between gate and workers", desk, Weather { mortal: true, ..narrow }, None, each);
-    println!("schedules: {}", each.div_ceil(2) * 12);
+    let early = ENDED_EARLY.each_ref().map(|n| n.load(Ordering::Relaxed));
+    println!("waits that ended early, {WAITED_TOO_LONG:?}: {early:?}");
+    if each >= 100 {
+        assert!(early.iter().all(|n| *n > 0), "each limit was met");
+    }
+    println!("schedules: {}", each.div_ceil(2) * 18);
 }
 
 fn finds(name: &str, scenario: Scenario, planted: Planted) {

@@ -467,6 +467,8 @@ fn fact(change: &Change, db: &Connection, faults: &Faults, now: UnixMs) -> rusql
             params![row.session.as_str(), row.thread, row.created_ms, row.last_used_ms, row.label, row.resumable],
         ),
         Change::Alias { was, now } => {
+            // An agent may go back to an id it had: it leads nowhere else from now on.
+            run(db, faults, "DELETE FROM alias WHERE was=?1", [now.as_str()])?;
             run(db, faults, "INSERT OR REPLACE INTO alias VALUES(?1, ?2)", params![was.as_str(), now.as_str()])
         }
         Change::Agent { session, pid, start_time } => run(

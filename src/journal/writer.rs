@@ -316,6 +316,7 @@ impl Writer {
             db.prepare_cached("BEGIN IMMEDIATE")?.execute([])?;
             let value = body(self, &db)?;
             faults.check()?;
+            let _at = doing(Doing::Commit);
             db.prepare_cached("COMMIT")?.execute([])?;
             Ok(value)
         })();

@@ -3,6 +3,7 @@
 //! place in the journal's queue are taken under one lock, so commit order is inbox order is delivery order.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use serde_json::json;
@@ -79,7 +80,6 @@ pub fn send(registry: &Arc<Registry>, word: &Word, draft: Draft) -> Result<Sent>
         return Err(Error::new(Code::ThreadSession, format!("{} is the conversation of a thread", session.id())));
     }
     ensure_resumable(&session)?;
-    let session = registry.pin(session);
     if let Some(features) = seeded {
         let mut state = session.state();
         // Seeds are for a conversation that has not begun.
@@ -174,6 +174,9 @@ pub(super) fn accept(
         at_ms: clock::now_ms(),
     });
     let (answer, answered) = bounded(1);
+    // Set by the first of both: the sender that gives up, the outcome that comes. So exactly one of them tells the
+    // registry of a message that lands.
+    let settled = Arc::new(AtomicBool::new(false));
     let session_id;
     let turn;
     {
@@ -213,14 +216,18 @@ pub(super) fn accept(
                 },
             },
         };
-        let (session, uuid) = (session.clone(), message.uuid.clone());
+        let (session, uuid, settled) = (session.clone(), message.uuid.clone(), settled.clone());
         session.context.journal.clone().accept(
             acceptance,
             place,
             Box::new(move |outcome| {
                 let recorded = matches!(outcome, Ok(AcceptOutcome::Recorded { .. }));
+                let gave_up = settled.swap(true, Ordering::AcqRel);
                 if recorded {
                     session.keep_row();
+                    if gave_up && let Some(registry) = session.context.registry() {
+                        registry.recorded(&session);
+                    }
                 }
                 // The machine learns first: who has the answer and asks for the status sees the message counted.
                 session.apply(if recorded { Fact::Recorded(uuid) } else { Fact::NotRecorded(uuid) });
@@ -231,18 +238,22 @@ pub(super) fn accept(
     }
     let outcome = {
         let _at = doing(Doing::WaitCommit);
-        answered.recv_timeout(COMMIT_WAIT)
+        match answered.recv_timeout(COMMIT_WAIT) {
+            // It came just now.
+            Err(_) if settled.swap(true, Ordering::AcqRel) => answered.recv().ok(),
+            other => other.ok(),
+        }
     };
     match outcome {
-        Ok(Ok(AcceptOutcome::Recorded { event_id })) => {
+        Some(Ok(AcceptOutcome::Recorded { event_id })) => {
             Ok(Sent::Accepted { session: session_id, message: message.uuid.clone(), event: event_id, turn })
         }
-        Ok(Ok(AcceptOutcome::Repeat(answer))) => Ok(Sent::Repeat(answer)),
-        Ok(Ok(AcceptOutcome::Conflict)) => {
+        Some(Ok(AcceptOutcome::Repeat(answer))) => Ok(Sent::Repeat(answer)),
+        Some(Ok(AcceptOutcome::Conflict)) => {
             Err(claim.as_ref().map_or_else(|| Error::internal("a message without a messageId met a claim"), conflict))
         }
-        Ok(Err(e)) => Err(e),
-        Err(_) => Err(Error::new(
+        Some(Err(e)) => Err(e),
+        None => Err(Error::new(
             Code::CannotRecord,
             format!("not known to be recorded after {} s, repeat with the same messageId", COMMIT_WAIT.as_secs()),
         )),
@@ -402,6 +413,7 @@ impl Session {
         let place = self.reserve(1)?;
         let (id, features, changed) = {
             let mut state = self.state();
+            crate::faults::point("state_locked");
             let mut features = state.features.clone();
             let changed = features.set(name, value).map_err(|e| bad_feature(name, value, &e))?;
             if changed {

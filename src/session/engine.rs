@@ -142,6 +142,7 @@ impl Session {
             first_id: row.session.clone(),
             state: Watched::new(
                 "state",
+                crate::threads::Doing::WaitState,
                 State {
                     machine,
                     id: row.session.clone(),

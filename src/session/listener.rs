@@ -12,7 +12,7 @@ use serde_json::json;
 use super::engine::{Kind, Session};
 use crate::agent::{Run, RunEnd, RunFact, RunListener, TurnEnd};
 use crate::archive::TailWatch;
-use crate::error::{Code, Result};
+use crate::error::{Code, Error, Result};
 use crate::ids::{RunNo, SessionId};
 use crate::journal::{Change, Unit};
 use crate::lifecycle::machine::{Fact, Seen};
@@ -29,13 +29,15 @@ pub struct Listener {
     run: RunNo,
     watch: Mutex<Option<TailWatch>>,
     active_file: Mutex<Option<PathBuf>>,
+    /// Why the conversation cannot go on with this agent.
+    foreign: Mutex<Option<Error>>,
 }
 
 impl Listener {
     /// An ear for the run of this number.
     #[must_use]
     pub fn new(session: Arc<Session>, run: RunNo) -> Self {
-        Self { session, run, watch: Mutex::new(None), active_file: Mutex::new(None) }
+        Self { session, run, watch: Mutex::new(None), active_file: Mutex::new(None), foreign: Mutex::new(None) }
     }
 
     fn record(&self, change: Change) {
@@ -62,11 +64,17 @@ impl Listener {
     }
 
     fn follow(&self, id: SessionId, cleared: bool) {
+        if let Some(registry) = self.session.context.registry()
+            && let Err(e) = registry.rename(&self.session, &id, cleared)
+        {
+            log::error!("session {}: {}; its run is closed", self.session.id(), e.text());
+            *self.foreign.lock() = Some(e);
+            // Two agents must not write one conversation.
+            self.session.apply_reserved(Fact::Restart);
+            return;
+        }
         // The new file may hold lines of this turn already, so it is read from its start.
         *self.watch.lock() = Some(self.session.context.archive.watch_from_start(&id));
-        if let Some(registry) = self.session.context.registry() {
-            registry.rename(&self.session, &id, cleared);
-        }
     }
 }
 
@@ -184,8 +192,10 @@ impl RunListener for Listener {
     fn ended(&self, end: RunEnd) {
         self.release_active_file();
         self.record(Change::AgentGone { session: self.session.id() });
-        let hopeless = end.start_error.as_ref().is_some_and(|e| e.code() == Code::SessionGone);
-        let error = end.start_error.map(|e| e.text().to_owned()).or_else(|| {
+        let foreign = self.foreign.lock().take();
+        // What such an agent was given is in another conversation's transcript: sent again it would be there twice.
+        let hopeless = foreign.is_some() || end.start_error.as_ref().is_some_and(|e| e.code() == Code::SessionGone);
+        let error = foreign.or(end.start_error).map(|e| e.text().to_owned()).or_else(|| {
             (!end.spoke && !end.asked).then(|| format!("the agent ended before it said anything ({})", end.exit))
         });
         self.session.apply_reserved(Fact::RunEnded { run: self.run, spoke: end.spoke, error, hopeless });

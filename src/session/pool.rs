@@ -232,6 +232,7 @@ impl Pool {
         if let Some(active) = active.filter(|a| !Arc::ptr_eq(a, &session)) {
             active.apply_reserved(Fact::Park);
             if !active.wait_until_gone(Instant::now() + REAP_LIMIT) {
+                self.registry.forget_unrecorded(&session);
                 return Err(Error::internal(format!("the run of thread session {} does not end", active.id())));
             }
         }

@@ -186,7 +186,10 @@ impl Registry {
     /// When the kernel has no threads to give.
     pub fn new(context: Arc<Context>, recovered: Recovered) -> Result<Arc<Self>> {
         let mut map = Map { aliases: recovered.aliases.into_iter().collect(), ..Map::default() };
-        map.known = recovered.sessions.into_iter().map(|row| (row.session.clone(), row)).collect();
+        // A row under an older id stands for the conversation that has another now.
+        let rows = recovered.sessions.into_iter().filter(|row| !map.aliases.contains_key(&row.session));
+        let known = rows.map(|row| (row.session.clone(), row)).collect();
+        map.known = known;
         map.kept_features = recovered.features.into_iter().collect();
         map.main = read_main(&context);
         for mut owed in recovered.owed {
@@ -218,7 +221,7 @@ impl Registry {
         let registry = Arc::new(Self {
             context: context.clone(),
             all: Mutex::new(map.by_id.values().map(Arc::downgrade).collect()),
-            sessions: Watched::new("sessions", map),
+            sessions: Watched::new("sessions", Doing::WaitSessions, map),
             clock: Mutex::default(),
             clock_changed: Condvar::new(),
             look_ups: Mutex::new(Some(to_look_up)),
@@ -293,6 +296,8 @@ impl Registry {
         let canonical = Self::canonical(&self.sessions.lock(), id);
         let has_file = self.context.archive.path_of(&canonical).is_some();
         let mut map = self.sessions.lock();
+        // Again: it may have got another id meanwhile.
+        let canonical = Self::canonical(&map, id);
         if let Some(session) = map.by_id.get(&canonical) {
             return Ok(session.clone());
         }
@@ -326,38 +331,53 @@ impl Registry {
         Self::canonical(&self.sessions.lock(), id)
     }
 
-    /// The conversation a send is for. A new one is not in the map before its first message is recorded.
+    /// The conversation a send is for, on the map and kept there, its run open, while the send is under way.
     ///
     /// # Errors
     /// As [`Registry::find`].
-    pub fn for_send(&self, word: &Word) -> Result<Arc<Session>> {
-        match word {
-            Word::Id(id) => self.find(id),
-            Word::New => Ok(self.coin(Kind::Chat)),
-            Word::Main => {
-                let main = self.sessions.lock().main.clone();
-                if let Some(id) = main {
-                    match self.find(&id) {
-                        Ok(session) => return Ok(session),
-                        Err(e) if e.code() == Code::UnknownSession => {
-                            log::warn!("the kept main conversation {id} is unknown: a new one is begun");
-                        }
-                        Err(e) => return Err(e),
-                    }
+    pub fn for_send(self: &Arc<Self>, word: &Word) -> Result<Pin> {
+        let session = match word {
+            Word::Id(id) => self.find(id)?,
+            Word::New => self.coin(Kind::Chat),
+            Word::Main => return self.main_for_send(),
+        };
+        let mut map = self.sessions.lock();
+        let id = session.id();
+        // Of two objects for one conversation only the one on the map may go on.
+        let session = map.by_id.entry(id).or_insert(session).clone();
+        Ok(self.pin(session))
+    }
+
+    fn main_for_send(self: &Arc<Self>) -> Result<Pin> {
+        let main = self.sessions.lock().main.clone();
+        if let Some(id) = main {
+            match self.find(&id) {
+                Ok(_) => {}
+                Err(e) if e.code() == Code::UnknownSession => {
+                    log::warn!("the kept main conversation {id} is unknown: a new one is begun");
                 }
-                // Two first sends at once meet in one conversation: the first to take the lock coins it.
-                let fresh = self.coin(Kind::Chat);
-                let id = fresh.id();
-                let mut map = self.sessions.lock();
-                let met = map.main.as_ref().map(|m| Self::canonical(&map, m));
-                if let Some(session) = met.and_then(|m| map.by_id.get(&m)).cloned() {
-                    return Ok(session);
-                }
-                map.main = Some(id.clone());
-                map.by_id.insert(id, fresh.clone());
-                Ok(fresh)
+                Err(e) => return Err(e),
             }
         }
+        // Two first sends at once meet in one conversation, and the refusal of one does not take it from the other:
+        // what the pointer leads to is read and pinned in one critical section.
+        let mut map = self.sessions.lock();
+        let met = map.main.as_ref().map(|m| Self::canonical(&map, m));
+        let met = met.and_then(|m| map.by_id.get(&m)).cloned();
+        let session = met.unwrap_or_else(|| {
+            let fresh = self.coin(Kind::Chat);
+            let id = fresh.id();
+            map.main = Some(id.clone());
+            map.by_id.insert(id, fresh.clone());
+            fresh
+        });
+        Ok(self.pin(session))
+    }
+
+    /// Called with the lock of the map held.
+    fn pin(self: &Arc<Self>, session: Arc<Session>) -> Pin {
+        session.state().pins += 1;
+        Pin { session, registry: self.clone() }
     }
 
     /// A conversation with an id of ours; [`Registry::keep`] puts it on the map.
@@ -377,17 +397,6 @@ impl Registry {
     pub fn keep(&self, session: &Arc<Session>) {
         let id = session.id();
         self.sessions.lock().by_id.entry(id).or_insert_with(|| session.clone());
-    }
-
-    /// Puts a conversation on the map and keeps it there, its run open, while a send to it is under way.
-    #[must_use]
-    pub fn pin(self: &Arc<Self>, session: Arc<Session>) -> Pin {
-        let mut map = self.sessions.lock();
-        let id = session.id();
-        // Of two objects for one conversation only the one on the map may go on.
-        let session = map.by_id.entry(id).or_insert(session).clone();
-        session.state().pins += 1;
-        Pin { session, registry: self.clone() }
     }
 
     /// Takes a conversation off the map whose first message was not recorded, unless another send to it is under way.
@@ -468,6 +477,7 @@ impl Registry {
         let mut rows: HashMap<SessionId, Listed> = HashMap::new();
         let on_disk = self.context.archive.list(rows_max);
         let map = self.sessions.lock();
+        crate::faults::point("sessions_locked");
         for file in on_disk {
             let canonical = Self::canonical(&map, &file.session);
             rows.insert(canonical.clone(), listed(canonical, file.label, file.last_used_ms));
@@ -614,18 +624,40 @@ impl Registry {
         Some((session, pending))
     }
 
+    /// True if the id belongs to another conversation than `session`, called `mine` now. An object that somebody's look
+    /// at a file left, and nobody uses, is none.
+    fn is_taken(map: &Map, session: &Arc<Session>, mine: &SessionId, id: &SessionId) -> bool {
+        let other = map.by_id.get(id).filter(|other| !Arc::ptr_eq(other, session));
+        let is_used = other.is_some_and(|other| {
+            let state = other.state();
+            other.is_thread() || state.pins > 0 || state.machine.holds_slot() || !state.machine.is_settled()
+        });
+        let is_alias_of_another = map.aliases.contains_key(id) && Self::canonical(map, id) != *mine;
+        is_used || is_alias_of_another || map.known.contains_key(id)
+    }
+
     /// A conversation got another id from its agent: both lead to it from now on. After a reset of the conversation
     /// (`cleared`) the old id stays a conversation of its own.
-    pub fn rename(&self, session: &Arc<Session>, id: &SessionId, cleared: bool) {
+    ///
+    /// # Errors
+    /// `internal` if the id is another conversation's: both keep their ids, and the agent must go.
+    pub fn rename(&self, session: &Arc<Session>, id: &SessionId, cleared: bool) -> Result<()> {
         let was = {
             let mut map = self.sessions.lock();
-            let mut state = session.state();
-            if state.id == *id {
-                return;
+            // Before the lock of this one: two of a kind are never held at once.
+            let mine = session.id();
+            if mine == *id {
+                return Ok(());
             }
+            if Self::is_taken(&map, session, &mine, id) {
+                return Err(Error::internal(format!("the agent answers as {id}, which is another conversation")));
+            }
+            let mut state = session.state();
             let was = std::mem::replace(&mut state.id, id.clone());
-            state.resumable = true;
+            // What was cleared has no transcript under its new id before the agent's first line.
+            state.resumable &= !cleared;
             map.by_id.remove(&was);
+            map.aliases.remove(id);
             map.by_id.insert(id.clone(), session.clone());
             let row = row_of(&session.kind, &state);
             if cleared {
@@ -658,6 +690,7 @@ impl Registry {
         };
         log::info!("session {was} is {id} now");
         self.write_files();
+        Ok(())
     }
 
     // ---- time ----

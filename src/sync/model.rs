@@ -1,6 +1,7 @@
 //! Locks, condvars, channels and threads of the model checker, with the names and signatures of the shipped ones.
-//! Rule a change could break: no wait times out. So a wake-up that only a time limit would make up for is a deadlock
-//! here, and the checker reports it.
+//! Rule a change could break: a wait times out only where the scenario says so, a few times in a schedule, at once and
+//! whether or not its news would come. So a wake-up that only a time limit would make up for is a deadlock here, and the
+//! checker reports it.
 
 use std::collections::VecDeque;
 use std::ops::{Deref, DerefMut};
@@ -16,7 +17,10 @@ use crossbeam_channel::{RecvError, RecvTimeoutError, SendError, TryRecvError, Tr
 pub struct Mutex<T>(shuttle::sync::Mutex<T>);
 
 /// Its guard.
-pub struct MutexGuard<'a, T>(Option<shuttle::sync::MutexGuard<'a, T>>);
+pub struct MutexGuard<'a, T> {
+    guard: Option<shuttle::sync::MutexGuard<'a, T>>,
+    of: &'a Mutex<T>,
+}
 
 impl<T> Mutex<T> {
     /// An open one.
@@ -26,12 +30,16 @@ impl<T> Mutex<T> {
 
     /// Takes it.
     pub fn lock(&self) -> MutexGuard<'_, T> {
-        MutexGuard(Some(self.0.lock().unwrap_or_else(PoisonError::into_inner)))
+        MutexGuard { guard: Some(self.take()), of: self }
+    }
+
+    fn take(&self) -> shuttle::sync::MutexGuard<'_, T> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes it if it is free.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
-        self.0.try_lock().ok().map(|guard| MutexGuard(Some(guard)))
+        self.0.try_lock().ok().map(|guard| MutexGuard { guard: Some(guard), of: self })
     }
 
     /// Takes it.
@@ -44,13 +52,26 @@ impl<T> Deref for MutexGuard<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        self.0.as_ref().expect("only a wait takes it out")
+        self.guard.as_ref().expect("only a wait takes it out")
     }
 }
 
 impl<T> DerefMut for MutexGuard<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
-        self.0.as_mut().expect("only a wait takes it out")
+        self.guard.as_mut().expect("only a wait takes it out")
+    }
+}
+
+impl<T> MutexGuard<'_, T> {
+    /// True if the wait that begins now times out: the lock is given back for a moment, as in any wait.
+    fn times_out(&mut self) -> bool {
+        if !crate::model::times_out() {
+            return false;
+        }
+        self.guard = None;
+        shuttle::thread::yield_now();
+        self.guard = Some(self.of.take());
+        true
     }
 }
 
@@ -58,15 +79,15 @@ impl<T> DerefMut for MutexGuard<'_, T> {
 #[derive(Debug, Default)]
 pub struct Condvar(shuttle::sync::Condvar);
 
-/// Whether a wait timed out: never.
+/// Whether a wait timed out.
 #[derive(Debug, Clone, Copy)]
-pub struct WaitTimeoutResult(());
+pub struct WaitTimeoutResult(bool);
 
 impl WaitTimeoutResult {
-    /// No.
+    /// It did.
     #[must_use]
     pub fn timed_out(self) -> bool {
-        false
+        self.0
     }
 }
 
@@ -79,21 +100,23 @@ impl Condvar {
 
     /// Waits for a notification.
     pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
-        if let Some(inner) = guard.0.take() {
-            guard.0 = Some(self.0.wait(inner).unwrap_or_else(PoisonError::into_inner));
+        if let Some(inner) = guard.guard.take() {
+            guard.guard = Some(self.0.wait(inner).unwrap_or_else(PoisonError::into_inner));
         }
     }
 
-    /// The same.
+    /// The same, or times out.
     pub fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, _deadline: Instant) -> WaitTimeoutResult {
-        self.wait(guard);
-        WaitTimeoutResult(())
+        let timed_out = guard.times_out();
+        if !timed_out {
+            self.wait(guard);
+        }
+        WaitTimeoutResult(timed_out)
     }
 
-    /// The same.
-    pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, _limit: Duration) -> WaitTimeoutResult {
-        self.wait(guard);
-        WaitTimeoutResult(())
+    /// The same, or times out.
+    pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, limit: Duration) -> WaitTimeoutResult {
+        self.wait_until(guard, Instant::now() + limit)
     }
 
     /// Wakes one waiter.
@@ -198,11 +221,16 @@ impl<T> Receiver<T> {
         }
     }
 
-    /// The same: no wait times out.
+    /// The same, or times out.
     ///
     /// # Errors
     /// As [`Receiver::recv`].
     pub fn recv_timeout(&self, _limit: Duration) -> Result<T, RecvTimeoutError> {
+        let mut queue = self.0.queue.lock();
+        if queue.is_empty() && queue.times_out() && queue.is_empty() {
+            return Err(RecvTimeoutError::Timeout);
+        }
+        drop(queue);
         self.recv().map_err(|_| RecvTimeoutError::Disconnected)
     }
 

@@ -53,7 +53,7 @@ fn history_read_at_the_instant_of_an_end_holds_the_answer_whatever_the_agent_flu
         assert_eq!(last["uuid"], sent.message_uuid.as_str());
     }
     assert!(!server.stderr().contains("the transcript lacks"), "the gate gave up:\n{}", server.stderr());
-    println!("rounds: {turns} ends, the answer in history at each");
+    println!("\nrounds: {turns} ends, the answer in history at each");
 }
 
 #[test]
@@ -92,7 +92,7 @@ fn rounds_of_start_and_stop_leave_no_thread_descriptor_child_or_zombie() {
             .then_some(())
     });
     assert_eq!(of_box(&server), [0; 0], "no process of the box is left");
-    println!("rounds: {rounds} starts and stops, threads {} and open files {} as before", before.threads, before.fds);
+    println!("\nrounds: {rounds} starts and stops, threads {} and open files {} as before", before.threads, before.fds);
 }
 
 #[test]

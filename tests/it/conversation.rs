@@ -256,6 +256,80 @@ fn an_id_that_the_agent_assigns_late_leads_to_the_conversation_as_the_coined_one
 }
 
 #[test]
+fn an_id_that_was_replaced_is_not_a_second_conversation_in_the_list_also_after_a_restart() {
+    let mut server = Server::new();
+    let (first, _) = server.converse("new", "{{late_id=late-1}} late");
+    let listed = |server: &Server| {
+        let rows = server.get_json("/api/chat/sessions")["sessions"].clone();
+        rows.as_array().unwrap().iter().map(|r| r["sessionId"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(listed(&server), ["late-1"]);
+    assert_eq!(server.terminate().code(), Some(0));
+    server.restart();
+    assert_eq!(listed(&server), ["late-1"]);
+    let (again, _) = server.converse(&first.session_id, "by the old id");
+    assert_eq!(again.session_id, "late-1");
+}
+
+#[test]
+fn an_agent_that_answers_as_another_conversation_is_ended_and_both_stay_what_they_were() {
+    let server = Server::new();
+    let mut events = server.follow();
+    let (other, _) = server.converse("main", "mine");
+    let confused = server.send("new", &format!("{{{{late_id={} hang}}}} confused", other.session_id));
+    let failed = events.wait_for("the message fails", |f| {
+        f.event == "chat-turn-failed" && f.text("turnId") == confused.message_uuid && f.data["willRetry"] == false
+    });
+    assert!(failed.text("error").contains(&format!("answers as {}", other.session_id)), "{failed:?}");
+    assert!(events.kept("chat-session-assigned").is_empty());
+    server.wait_phase(&confused.session_id, "idle");
+    assert_eq!(
+        server.bootstrap(&confused.session_id)["pending"][0]["state"],
+        "failed",
+        "kept, visible, not sent again"
+    );
+    for session in [other.session_id.as_str(), confused.session_id.as_str()] {
+        let (sent, end) = server.converse(session, "goes on");
+        assert_eq!((sent.session_id.as_str(), end.event.as_str()), (session, "chat-complete"));
+    }
+    assert_eq!(server.send("main", "and again").session_id, other.session_id, "the box's own one");
+}
+
+#[test]
+fn an_id_that_somebody_looked_at_before_its_agent_had_it_is_one_conversation() {
+    let server = Server::new();
+    let (before, _) = server.converse("new", "so that there is a folder");
+    let folder = server.transcript(&before.session_id).expect("a transcript").parent().unwrap().to_owned();
+    // The agent's file is there before its init, and a page that lists files asks for its history.
+    std::fs::write(folder.join("late-1.jsonl"), "").unwrap();
+    assert_eq!(server.status("late-1")["phase"], "idle");
+    let (first, _) = server.converse("new", "{{late_id=late-1}} late");
+    assert_eq!(server.status("late-1")["phase"], "ready", "the object that was looked at made way");
+    for id in ["late-1", first.session_id.as_str()] {
+        assert_eq!(server.converse(id, "goes on").0.session_id, "late-1");
+    }
+    assert_eq!(texts(&server.history("late-1"), "user").len(), 3);
+    assert_eq!(server.agents().len(), 2, "its own, and that of the conversation before");
+}
+
+#[test]
+fn an_agent_that_goes_back_to_the_id_it_had_is_followed_also_after_a_restart() {
+    let mut server = Server::new();
+    let (first, _) = server.converse("new", "{{late_id=late-1}} there");
+    server.control("stop", "late-1");
+    server.wait_phase("late-1", "idle");
+    // With the first init of its next run, as a resume that forks does.
+    let (back, _) = server.converse("late-1", &format!("{{{{late_id={}}}}} and back", first.session_id));
+    assert_eq!(server.status("late-1")["sessionId"], first.session_id.as_str());
+    assert_eq!(server.terminate().code(), Some(0));
+    server.restart();
+    for id in ["late-1", first.session_id.as_str()] {
+        assert_eq!(server.converse(id, "goes on").0.session_id, first.session_id);
+    }
+    assert_eq!(back.session_id, "late-1", "known by that id when it was sent");
+}
+
+#[test]
 fn a_turn_of_the_agents_own_makes_the_session_busy_and_ends_on_its_own() {
     let server = Server::new();
     let mut events = server.follow();

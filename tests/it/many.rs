@@ -2,7 +2,7 @@
 //! turn, many servers at once, the ends of a server.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use beebox_chatd::load::client::Answer;
@@ -10,7 +10,7 @@ use beebox_chatd::load::proc;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::support::{LIMIT, Options, Server, dispatches, is_end_of, texts};
+use crate::support::{LIMIT, Options, Server, dispatches, is_end_of, setting, texts};
 
 /// Runs `body` while the live agents of the server are counted again and again; the most there were at one time.
 fn most_agents_during(server: &Server, body: impl FnOnce()) -> usize {
@@ -80,8 +80,9 @@ fn simultaneous_first_sends_never_exceed_the_live_cap_and_all_are_answered() {
 }
 
 #[test]
-fn twenty_sessions_on_a_cap_of_two_are_served_in_the_order_of_their_messages() {
+fn many_sessions_on_a_cap_of_two_are_served_in_the_order_of_their_messages() {
     let server = Server::new();
+    let sessions = usize::try_from(setting("BEEBOX_SESSIONS", 20)).unwrap();
     let mut events = server.follow();
     let most = most_agents_during(&server, || {
         // Two long turns hold the places, so that the order of the others is the order in which they waited.
@@ -89,19 +90,20 @@ fn twenty_sessions_on_a_cap_of_two_are_served_in_the_order_of_their_messages() {
         for accepted in &first {
             wait_turn_began(&server, &accepted.session_id);
         }
-        let waiting: Vec<_> = (0..18).map(|n| server.send("new", &format!("number {n}"))).collect();
+        let waiting: Vec<_> = (2..sessions).map(|n| server.send("new", &format!("number {n}"))).collect();
         for accepted in &waiting {
             assert_eq!(events.end_of_message(&accepted.message_uuid).event, "chat-complete");
         }
         // Two places: one that waited may overtake only its neighbours on the way to its dispatch.
         let order: Vec<usize> =
             events.seen().iter().filter_map(|f| waiting.iter().position(|w| dispatches(f, &w.message_uuid))).collect();
-        assert_eq!(order.len(), 18);
+        assert_eq!(order.len(), waiting.len());
         for (place, number) in order.iter().enumerate() {
             assert!(place.abs_diff(*number) <= 2, "{order:?}");
         }
     });
     assert_eq!(most, 2);
+    println!("\nrounds: {sessions} sessions on a cap of 2, at most {most} agents at one time");
 }
 
 #[test]
@@ -111,6 +113,10 @@ fn a_turn_that_ends_gives_its_place_to_a_session_that_waits() {
     let long = server.send("new", "{{deltas=20 delta_ms=40}} long");
     wait_turn_began(&server, &long.session_id);
     let waits = server.send("new", "waits for the place");
+    let page = server.get("/api/debug/threads").text();
+    assert!(page.contains("live places: 1 of 1 taken, 1 wait for one"), "{page}");
+    let row = page.lines().find(|l| l.contains(&waits.session_id)).expect("its row");
+    assert!(row.contains("queued 1  waits for a live place"), "{row}");
     events.end_of_message(&waits.message_uuid);
     let end = events.turn_end(&long.message_uuid);
     assert_eq!(end.data["isError"], false, "eviction never interrupts a turn");
@@ -193,16 +199,57 @@ fn status_stop_and_history_answer_while_a_start_is_blocked() {
 }
 
 #[test]
-fn two_threads_take_turns_for_a_hundred_messages_each() {
+fn parked_sessions_hold_no_thread_and_no_descriptor_and_little_memory() {
+    // As the unit in scripts/ does: with an arena for each worker the allocator keeps a quarter more.
+    let server = Options::default().args(["--live-max", "1"]).env("MALLOC_ARENA_MAX", "2").start();
+    let parked = setting("BEEBOX_PARKED", 40);
+    let mut events = server.follow();
+    let (first, _) = server.converse("new", "first");
+    let before = server.usage();
+    let mut last = first.clone();
+    for n in 1..parked {
+        last = server.send("new", &format!("number {n}"));
+        events.end_of_message(&last.message_uuid);
+    }
+    // The one of the last session lives on; all others were closed to make room.
+    server.wait_phase(&last.session_id, "ready");
+    server.wait_until("one agent", |s| (s.agents().len() == 1).then_some(()));
+    let phases = server.get("/metrics").text();
+    assert!(phases.contains(&format!("beebox_sessions{{phase=\"idle\"}} {}", parked - 1)), "{phases}");
+    let now = server.wait_until("what runs held is given back", |s| {
+        Some(s.usage()).filter(|now| now.threads <= before.threads && now.fds <= before.fds)
+    });
+    println!(
+        "\nrounds: {parked} sessions, all but one parked: {} threads, {} open files, RSS {:.1} MiB ({:.1} MiB with one)",
+        now.threads,
+        now.fds,
+        now.rss_kib as f64 / 1024.0,
+        before.rss_kib as f64 / 1024.0
+    );
+    // 4 MiB for what is bounded however many there are (recent events, frames of ended turns, pages of the journal).
+    assert!(now.rss_kib <= before.rss_kib + 4 * 1024 + parked * 12, "{now:?}");
+    assert_eq!(server.converse(&first.session_id, "and the first goes on").1.event, "chat-complete");
+}
+
+#[test]
+fn two_threads_take_turns_however_many_messages_each_has() {
     let server = Server::new();
+    let messages = setting("BEEBOX_THREAD_MESSAGES", 100);
+    let mut events = server.follow();
+    // How many messages of a thread came while the other's turn was not over.
+    let (in_turn, met) = (AtomicUsize::new(0), AtomicU64::new(0));
     let most = most_agents_during(&server, || {
         std::thread::scope(|scope| {
             for thread in ["anna", "bert"] {
-                let server = &server;
+                let (server, in_turn, met) = (&server, &in_turn, &met);
                 scope.spawn(move || {
-                    for n in 0..100 {
+                    for n in 0..messages {
                         let text = format!("{thread} {n}");
+                        if in_turn.fetch_add(1, Ordering::Relaxed) > 0 {
+                            met.fetch_add(1, Ordering::Relaxed);
+                        }
                         let answer = answered(server, thread, &say(&text));
+                        in_turn.fetch_sub(1, Ordering::Relaxed);
                         assert_eq!(answer["responses"], json!([text]));
                         assert_eq!(answer["success"], true);
                     }
@@ -211,10 +258,25 @@ fn two_threads_take_turns_for_a_hundred_messages_each() {
         });
     });
     assert_eq!(most, 1, "the pool keeps one active session");
+    let met = met.into_inner();
+    assert!(met > 0, "each waited for the other");
     let list = server.get_json("/api/threads");
     let counts: Vec<_> =
         list["threads"].as_array().unwrap().iter().map(|t| t["messageCount"].as_u64().unwrap()).collect();
-    assert_eq!(counts, [50, 50], "each went on in a fresh session once");
+    assert_eq!(counts, [(messages - 1) % 50 + 1; 2], "each goes on in a fresh session after fifty");
+    events.wait_for("the last response", |f| {
+        f.event == "thread-response" && f.text("text") == format!("anna {}", messages - 1)
+    });
+    events.wait_for("the last response", |f| {
+        f.event == "thread-response" && f.text("text") == format!("bert {}", messages - 1)
+    });
+    let told = events.kept("thread-response");
+    for thread in ["anna", "bert"] {
+        let of_one: Vec<_> =
+            told.iter().filter(|f| f.text("thread") == thread).map(|f| f.text("text").to_owned()).collect();
+        assert_eq!(of_one, (0..messages).map(|n| format!("{thread} {n}")).collect::<Vec<_>>(), "each once, in order");
+    }
+    println!("\nrounds: 2 threads of {messages} messages, {met} came during the other's turn");
 }
 
 #[test]
@@ -583,6 +645,49 @@ fn sigterm_during_a_start_ends_in_time_and_the_message_is_delivered_later() {
 }
 
 #[test]
+fn sigterm_while_slow_readers_catch_up_ends_in_time_and_the_whole_journal_is_read_afterwards() {
+    use std::io::{Read as _, Write as _};
+    let mut server = Options::default().args(["--drain-s", "0"]).start();
+    let first = server.follow();
+    let begin = first.hello.data["epoch"].as_str().map(|epoch| format!("{epoch}.0")).unwrap();
+    drop(first);
+    // More than sockets hold: readers that take nothing stay in the middle of it.
+    let held = server.send("new", "{{hang}} behind which the others wait");
+    wait_turn_began(&server, &held.session_id);
+    let words = "w".repeat(64 * 1024);
+    let mut sent = vec![held.message_uuid];
+    sent.extend((0..400).map(|_| server.send(&held.session_id, &words).message_uuid));
+    let slow: Vec<_> = (0..4)
+        .map(|_| {
+            let mut socket = std::net::TcpStream::connect(server.addr()).unwrap();
+            write!(
+                socket,
+                "GET /api/events?after={begin} HTTP/1.1\r\nHost: {}\r\nAccept: text/event-stream\r\n\r\n",
+                server.addr()
+            )
+            .unwrap();
+            let mut some = [0; 4096];
+            assert!(socket.read(&mut some).unwrap() > 0, "it began");
+            socket
+        })
+        .collect();
+    server.wait_until("all are behind, their sockets full", |s| {
+        let page = s.get("/metrics").text();
+        let all = |name: &str| page.lines().any(|l| l == format!("beebox_push_{name} {}", slow.len()));
+        (all("replaying_clients") && all("blocked_clients")).then_some(())
+    });
+    assert_eq!(server.terminate().code(), Some(0), "{}", server.stderr());
+    assert!(!server.stderr().contains("did not end in time"), "{}", server.stderr());
+    drop(slow);
+    server.restart();
+    let mut events = server.follow_from(Some(&begin));
+    let last = sent.last().unwrap().clone();
+    events.wait_for("the last of it", |f| f.event == "chat-user-message" && f.text("messageUuid") == last);
+    let told: Vec<_> = events.kept("chat-user-message").iter().map(|f| f.text("messageUuid").to_owned()).collect();
+    assert_eq!(told, sent, "each once, in order");
+}
+
+#[test]
 fn a_second_sigterm_skips_the_drain() {
     let mut server = Options::default().args(["--drain-s", "600"]).start();
     let sent = server.send("new", "{{hang}} for ever");
@@ -627,6 +732,22 @@ fn a_start_that_takes_too_long_is_logged_once_with_a_dump() {
 }
 
 #[test]
+fn a_stop_that_takes_too_long_is_logged_once_with_a_dump() {
+    let server = Options::default().args(["--stuck-s", "1"]).start();
+    let sent = server.send("new", "{{ignore=both hang}} stubborn");
+    wait_turn_began(&server, &sent.session_id);
+    assert_eq!(server.control("stop", &sent.session_id), "stopped");
+    // It is killed after its 7 s.
+    server.wait_phase(&sent.session_id, "idle");
+    let log = server.stderr();
+    let told = format!("session {} has been stopping for more than 1 s; what the server is at:", sent.session_id);
+    let (before, page) = log.split_once(&told).unwrap_or_else(|| panic!("not told: {log}"));
+    assert!(!before.contains("has been stopping") && !page.contains("has been stopping"), "once: {log}");
+    let row = page.lines().find(|l| l.trim_start().starts_with(&sent.session_id)).expect("its row");
+    assert!(row.contains("stopping") && row.contains(" pid "), "{row}");
+}
+
+#[test]
 fn a_dump_names_every_thread_and_session_and_shows_no_words_of_theirs() {
     let mut server = Server::new();
     let sent = server.send("new", "{{hang}} secret words");
@@ -640,6 +761,11 @@ fn a_dump_names_every_thread_and_session_and_shows_no_words_of_theirs() {
     }
     assert!(page.contains("locks held for over 1000 ms: 0"), "{page}");
     assert!(!page.contains("secret"), "{page}");
+    server.wait_until("a row for each thread of the process", |s| {
+        let page = s.get("/api/debug/threads").text();
+        (s.thread_names().len() == page.lines().filter(|l| l.contains(" tid ") && l.contains(" cpu ")).count())
+            .then_some(())
+    });
     proc::signal(server.pid(), Signal::QUIT);
     server.wait_until("the dump on stderr", |s| s.stderr().contains("locks held for over 1000 ms: 0").then_some(()));
     assert!(server.is_running());
@@ -666,6 +792,112 @@ fn a_dump_is_answered_while_every_worker_is_busy() {
             (page.contains("waits for a turn to end") && page.contains("waits for its place")).then_some(())
         });
     });
+}
+
+/// Waits for a dump, asked for by HTTP and then printed on a signal, in which all of `wanted` stands.
+fn dumped(server: &Server, wanted: &[&str]) -> String {
+    let has_all = |page: &str| wanted.iter().all(|words| page.contains(words));
+    let page = server.wait_until(&format!("a dump with {wanted:?}"), |s| {
+        Some(s.get("/api/debug/threads").text()).filter(|page| has_all(page))
+    });
+    let before = server.stderr().len();
+    proc::signal(server.pid(), Signal::QUIT);
+    server.wait_until(&format!("a dump on stderr with {wanted:?}"), |s| has_all(&s.stderr()[before..]).then_some(()));
+    page
+}
+
+#[test]
+fn a_lock_that_is_held_too_long_is_told_with_who_holds_it_and_who_waits_while_no_worker_is_free() {
+    let dir = tempfile::tempdir().unwrap();
+    let hold = dir.path().join("hold");
+    let faults = format!("state_locked=hold:{0},sessions_locked=hold:{0}", hold.display());
+    let server = Options::default().args(["--http-workers", "2"]).env("BEEBOX_FAULT", &faults).start();
+    let session = server.converse("new", "hello").0.session_id;
+    for lock in ["state", "sessions"] {
+        std::fs::write(&hold, "").unwrap();
+        std::thread::scope(|scope| {
+            let holder = scope.spawn(|| match lock {
+                "state" => {
+                    let body = json!({"session": session, "feature": "prose", "value": "off"});
+                    server.post("/api/chat/features", &body).status
+                }
+                _ => server.get("/api/chat/sessions").status,
+            });
+            let held =
+                if lock == "state" { format!("state of {session}: by http-") } else { "sessions: by http-".into() };
+            dumped(&server, &[&held, "locks held for over 1000 ms: 1"]);
+            // The other worker.
+            let waiter = scope.spawn(|| server.get(&format!("/api/chat/status?session={session}")).status);
+            let waits = if lock == "state" { "waits for a lock state" } else { "waits for the lock sessions" };
+            let page = dumped(&server, &[&held, waits]);
+            if lock == "state" {
+                assert!(page.contains(&format!("{session} (its first id): its lock is held")), "{page}");
+            }
+            let told = format!("the lock {lock} is held for more than 5 s; what the server is at:");
+            server.wait_until("the alarm", |s| s.stderr().contains(&told).then_some(()));
+            server.wait_until("its page", |s| s.stderr().split_once(&told)?.1.contains(&held).then_some(()));
+            std::fs::remove_file(&hold).unwrap();
+            assert_eq!((holder.join().unwrap(), waiter.join().unwrap()), (200, 200));
+            assert_eq!(server.stderr().matches(&told).count(), 1, "once");
+        });
+    }
+    assert!(server.get("/api/debug/threads").text().contains("locks held for over 1000 ms: 0"));
+}
+
+#[test]
+fn a_thread_that_spins_shows_its_processor_time_and_who_waits_for_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let hold = dir.path().join("hold");
+    let fault = format!("before_record=spin:{}", hold.display());
+    let server = Options::default().env("BEEBOX_FAULT", &fault).start();
+    std::fs::write(&hold, "").unwrap();
+    std::thread::scope(|scope| {
+        let send = scope.spawn(|| server.send("new", "recorded when it no longer spins"));
+        let cpu_ms = |page: &str| -> u64 {
+            let row = page.lines().find(|l| l.trim_start().starts_with("journal ")).expect("its row");
+            row.split_once(" cpu ").unwrap().1.split_whitespace().next().unwrap().parse().unwrap()
+        };
+        let first = cpu_ms(&dumped(&server, &["waits for a commit"]));
+        let page = server.wait_until("a processor at work", |s| {
+            Some(s.get("/api/debug/threads").text()).filter(|page| cpu_ms(page) >= first + 200)
+        });
+        let row = page.lines().find(|l| l.trim_start().starts_with("journal ")).unwrap();
+        assert!(row.contains(" working for "), "{row}");
+        std::fs::remove_file(&hold).unwrap();
+        send.join().unwrap();
+    });
+}
+
+#[test]
+fn a_dump_shows_an_agent_that_reads_nothing_and_the_request_that_waits_for_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let deaf = dir.path().join("deaf");
+    std::fs::write(&deaf, "#!/bin/sh\nexec sleep 1000\n").unwrap();
+    std::fs::set_permissions(&deaf, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let server = Options::default().args(["--agent", deaf.to_str().unwrap()]).start();
+    // More than its stdin takes.
+    let words = "x".repeat(300_000);
+    let session = server.send("new", &words).session_id;
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| answered(&server, "anna", &words));
+        let page = dumped(
+            &server,
+            &[
+                &session,
+                "streaming",
+                "said nothing yet",
+                "of a thread",
+                "waits for its agent",
+                "waits for a turn to end",
+            ],
+        );
+        assert!(!page.contains("xxxx"), "{page}");
+        let of_thread = page.lines().find(|l| l.contains("of a thread")).unwrap().split_whitespace().next().unwrap();
+        assert_eq!(server.control("stop", of_thread), "stopped");
+        assert_eq!(waiting.join().unwrap()["success"], false);
+    });
+    assert_eq!(server.control("stop", &session), "stopped");
+    server.wait_phase(&session, "idle");
 }
 
 #[test]

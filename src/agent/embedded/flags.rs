@@ -53,6 +53,7 @@ A brace pair with an unknown key or value is plain text. A value with blanks is 
                       this process is dropped without a word; silent: dropped; off: run again
   keep_uuid=off       from now on user lines get uuids of the agent's own and no message names ours
   late_id_ms=N        init comes N ms late, with another session id than asked for
+  late_id=ID          init comes with that session id, whoever has it
 "#;
 
 /// Which version of the real agent is played.
@@ -168,7 +169,7 @@ mod tests {
     fn the_help_names_every_directive_of_the_wire() {
         assert_eq!(flags(&["--help"]).unwrap_err().1, 0);
         let keys = "delay_ms deltas delta_ms size think tool tool_ms error hang die ignore bg_ms flush_ms torn dedup \
-                    keep_uuid user_flush_ms own_turn_on_send flood late_id_ms say";
+                    keep_uuid user_flush_ms own_turn_on_send flood late_id_ms late_id say";
         for key in keys.split(' ') {
             assert!(HELP.lines().any(|line| line.trim_start().starts_with(key)), "{key}");
             // And the script knows it.

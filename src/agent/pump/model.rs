@@ -6,15 +6,17 @@ use std::sync::atomic::Ordering;
 
 use super::handle::{Order, Shared};
 use crate::agent::{Run, RunEnd, RunFact, RunListener, RunSpec, TurnEnd};
+use crate::ids::SessionId;
 use crate::model::{self, Fate};
 use crate::sync::Receiver;
 
 /// Body of a run's thread.
 pub(super) fn run(spec: &RunSpec, listener: &dyn RunListener, shared: &Arc<Shared>, orders: &Receiver<Order>) {
-    model::run_began(&spec.session);
-    let spoke = live(spec, listener, shared, orders);
+    let mut me = spec.session.clone();
+    model::run_began(&me);
+    let spoke = live(spec, &mut me, listener, shared, orders);
     shared.closed.store(true, Ordering::Release);
-    model::run_ended(&spec.session);
+    model::run_ended(&me);
     listener.ended(RunEnd {
         run: spec.run,
         spoke,
@@ -26,7 +28,13 @@ pub(super) fn run(spec: &RunSpec, listener: &dyn RunListener, shared: &Arc<Share
     });
 }
 
-fn live(spec: &RunSpec, listener: &dyn RunListener, shared: &Arc<Shared>, orders: &Receiver<Order>) -> bool {
+fn live(
+    spec: &RunSpec,
+    me: &mut SessionId,
+    listener: &dyn RunListener,
+    shared: &Arc<Shared>,
+    orders: &Receiver<Order>,
+) -> bool {
     let mut spoke = false;
     if shared.is_closed() || listener.prepare(spec.run).is_err() || shared.is_closed() {
         return spoke;
@@ -38,7 +46,19 @@ fn live(spec: &RunSpec, listener: &dyn RunListener, shared: &Arc<Shared>, orders
             if !std::mem::replace(&mut spoke, true) {
                 listener.fact(spec.run, RunFact::Spoke);
             }
-            let fate = model::take_turn(&spec.session, &turn.turn, shared.is_closed());
+            if let Some((id, cleared)) = model::another_id(me) {
+                // It left the old one before it tells.
+                let was = std::mem::replace(me, SessionId::fresh());
+                model::run_moved(&was, me);
+                listener.fact(spec.run, RunFact::SessionId { id: id.clone(), cleared });
+                // The id was another conversation's, or somebody stopped this one.
+                if shared.is_closed() {
+                    return spoke;
+                }
+                model::run_moved(me, &id);
+                *me = id;
+            }
+            let fate = model::take_turn(me, &turn.turn, shared.is_closed());
             if fate == Fate::Dies {
                 return spoke;
             }

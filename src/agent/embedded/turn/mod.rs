@@ -82,7 +82,7 @@ impl Agent {
             self.interrupts = Some(Interrupts::OnlyAnswered);
             self.wait_until(Some(Instant::now() + Duration::from_millis(late_ms)))?;
             if script.late_id_ms.is_some() {
-                self.move_to(fresh());
+                self.move_to(script.late_id.clone().unwrap_or_else(fresh));
             }
         }
         self.interrupts = Some(script.interrupts.unwrap_or_default());
