@@ -2,7 +2,8 @@
 //! durability gate needs. Both read whole lines alone. Rule a change could break: an id counts at its place in a
 //! record, never inside a text.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::HashSet;
+use std::hash::{BuildHasher as _, RandomState};
 
 use memchr::memmem;
 
@@ -90,22 +91,14 @@ impl Archive {
             // The end can lie inside a line that is being written; whole again, it counts.
             from: self.line_start(session, from),
             identity: None,
-            seen: HashSet::new(),
-            order: VecDeque::new(),
+            seen: SeenIds::default(),
         }
     }
 
     /// Watches the transcript of `session` from its first line on: for one that got its id only now.
     #[must_use]
     pub fn watch_from_start(&self, session: &SessionId) -> TailWatch {
-        TailWatch {
-            archive: self.clone(),
-            session: session.clone(),
-            from: 0,
-            identity: None,
-            seen: HashSet::new(),
-            order: VecDeque::new(),
-        }
+        TailWatch { archive: self.clone(), session: session.clone(), from: 0, identity: None, seen: SeenIds::default() }
     }
 
     /// Where the line starts that goes on at `end`.
@@ -178,8 +171,36 @@ impl End {
     }
 }
 
-/// Ids remembered by one watch.
+/// Ids remembered by one watch, at least half as many: more than a turn has lines.
 const SEEN_MAX: usize = 8192;
+
+/// The last ids seen, each as two keyed hashes: a live agent has one of these, and whole ids would be ten times its size.
+#[derive(Debug, Default)]
+struct SeenIds {
+    keys: [RandomState; 2],
+    fresh: HashSet<[u64; 2]>,
+    /// Those before them.
+    older: HashSet<[u64; 2]>,
+}
+
+impl SeenIds {
+    fn key(&self, id: &[u8]) -> [u64; 2] {
+        [self.keys[0].hash_one(id), self.keys[1].hash_one(id)]
+    }
+
+    fn insert(&mut self, id: &[u8]) {
+        let key = self.key(id);
+        self.fresh.insert(key);
+        if self.fresh.len() >= SEEN_MAX / 2 {
+            self.older = std::mem::take(&mut self.fresh);
+        }
+    }
+
+    fn contains(&self, id: &str) -> bool {
+        let key = self.key(id.as_bytes());
+        self.fresh.contains(&key) || self.older.contains(&key)
+    }
+}
 
 /// Says whether lines have reached the transcript; reads only what was appended since it last looked.
 #[derive(Debug)]
@@ -188,18 +209,17 @@ pub struct TailWatch {
     session: SessionId,
     from: u64,
     identity: Option<(u64, u64)>,
-    seen: HashSet<String>,
-    order: VecDeque<String>,
+    seen: SeenIds,
 }
 
 impl TailWatch {
     /// True if whole lines with all the `wanted` ids were appended since the watch began. A file that is not there yet,
     /// or cannot be read, has none.
     pub fn has_all(&mut self, wanted: &[&str]) -> bool {
-        if wanted.iter().any(|id| !self.seen.contains(*id)) {
+        if wanted.iter().any(|id| !self.seen.contains(id)) {
             self.look();
         }
-        wanted.iter().all(|id| self.seen.contains(*id))
+        wanted.iter().all(|id| self.seen.contains(id))
     }
 
     fn look(&mut self) {
@@ -220,31 +240,38 @@ impl TailWatch {
         let mut buffer = self.archive.inner.cache.buffers.take();
         let mut scanner = Scanner::new(self.from);
         let mut at = self.from;
-        let mut ids: Vec<String> = Vec::new();
+        let seen_ids = &mut self.seen;
         while let Ok(n) = source.read_at(&mut buffer, at)
             && n > 0
         {
             at += n as u64;
             scanner.push(&buffer[..n], |raw| {
                 raw.each(|seen| match seen {
-                    Seen::Record { record, line, .. } => ids.extend(record.ids(line)),
-                    Seen::Stub { sniff, .. } => {
-                        ids.extend(sniffed_ids(sniff).filter_map(|id| String::from_utf8(id.to_vec()).ok()));
+                    Seen::Record { record, line, .. } => {
+                        record.ids(line).iter().for_each(|id| seen_ids.insert(id.as_bytes()));
                     }
+                    Seen::Stub { sniff, .. } => sniffed_ids(sniff).for_each(|id| seen_ids.insert(id)),
                     Seen::Gap => {}
                 });
             });
         }
         self.from = scanner.held_from();
-        for id in ids {
-            if self.seen.insert(id.clone()) {
-                self.order.push_back(id);
-            }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_watch_remembers_the_last_ids_and_forgets_the_first() {
+        let mut seen = SeenIds::default();
+        for n in 0..10 * SEEN_MAX {
+            seen.insert(format!("id-{n}").as_bytes());
         }
-        while self.order.len() > SEEN_MAX {
-            if let Some(old) = self.order.pop_front() {
-                self.seen.remove(&old);
-            }
-        }
+        let known = |n: usize| seen.contains(&format!("id-{n}"));
+        assert!((10 * SEEN_MAX - SEEN_MAX / 2..10 * SEEN_MAX).all(known));
+        assert!(!(0..9 * SEEN_MAX).any(known));
+        assert!(seen.fresh.len() + seen.older.len() <= SEEN_MAX);
     }
 }

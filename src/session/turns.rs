@@ -21,6 +21,8 @@ pub const FRAME_BYTES_MAX: usize = 8 * 1024 * 1024;
 pub const KEPT_AFTER_END: Duration = Duration::from_secs(60);
 /// Turns kept in all; the oldest ended one goes first.
 const TURNS_MAX: usize = 256;
+/// Bytes kept of all turns; the oldest ended one goes first. Turns that run have their own bound.
+const ALL_BYTES_MAX: usize = 64 * 1024 * 1024;
 
 /// One adapted message of a turn.
 #[derive(Debug, Clone, Serialize)]
@@ -55,34 +57,50 @@ struct Buffer {
 /// All buffers of the server.
 #[derive(Default)]
 pub struct TurnBuffers {
-    turns: Mutex<HashMap<TurnId, Buffer>>,
+    kept: Mutex<Kept>,
     changed: Condvar,
+}
+
+#[derive(Default)]
+struct Kept {
+    turns: HashMap<TurnId, Buffer>,
+    /// Bytes of all frames.
+    bytes: usize,
+}
+
+impl Kept {
+    /// Forgets the turn that ended first; false if none has ended.
+    fn forget_oldest(&mut self) -> bool {
+        let ended = self.turns.iter().filter_map(|(t, b)| b.ended.as_ref().map(|(at, _)| (*at, t)));
+        let Some(oldest) = ended.min().map(|(_, t)| t.clone()) else { return false };
+        self.bytes -= self.turns.remove(&oldest).map_or(0, |b| b.bytes);
+        true
+    }
 }
 
 impl TurnBuffers {
     /// Opens a buffer; frames of a turn without one are not kept.
     pub fn begin(&self, turn: &TurnId) {
-        let mut turns = self.turns.lock();
-        if turns.len() >= TURNS_MAX
-            && let Some(oldest) =
-                turns.iter().filter_map(|(t, b)| b.ended.as_ref().map(|(at, _)| (*at, t.clone()))).min().map(|(_, t)| t)
-        {
-            turns.remove(&oldest);
+        let mut kept = self.kept.lock();
+        if kept.turns.len() >= TURNS_MAX {
+            kept.forget_oldest();
         }
-        let buffer = turns.entry(turn.clone()).or_default();
-        buffer.ended = None;
+        kept.turns.entry(turn.clone()).or_default().ended = None;
     }
 
     /// Forgets turns whose time is over.
     pub fn forget_ended(&self) {
         let over = |buffer: &Buffer| buffer.ended.as_ref().is_some_and(|(at, _)| at.elapsed() >= KEPT_AFTER_END);
-        self.turns.lock().retain(|_, buffer| !over(buffer));
+        let mut kept = self.kept.lock();
+        kept.turns.retain(|_, buffer| !over(buffer));
+        kept.bytes = kept.turns.values().map(|buffer| buffer.bytes).sum();
     }
 
     /// Keeps a frame; returns its number.
     pub fn push(&self, turn: &TurnId, msg: Arc<RawValue>) -> u64 {
-        let mut turns = self.turns.lock();
-        let Some(buffer) = turns.get_mut(turn) else { return 0 };
+        let mut kept = self.kept.lock();
+        let Some(buffer) = kept.turns.get_mut(turn) else { return 0 };
+        let before = buffer.bytes;
         buffer.last_seq += 1;
         buffer.bytes += msg.get().len();
         let seq = buffer.last_seq;
@@ -92,14 +110,17 @@ impl TurnBuffers {
                 buffer.bytes -= gone.msg.get().len();
             }
         }
-        drop(turns);
+        let after = buffer.bytes;
+        kept.bytes = kept.bytes + after - before;
+        while kept.bytes > ALL_BYTES_MAX && kept.forget_oldest() {}
+        drop(kept);
         self.changed.notify_all();
         seq
     }
 
     /// The turn is over, in error if `error` says why.
     pub fn end(&self, turn: &TurnId, error: Option<String>) {
-        if let Some(buffer) = self.turns.lock().get_mut(turn) {
+        if let Some(buffer) = self.kept.lock().turns.get_mut(turn) {
             buffer.ended = Some((Instant::now(), error));
         }
         self.changed.notify_all();
@@ -109,9 +130,9 @@ impl TurnBuffers {
     #[must_use]
     pub fn read(&self, turn: &TurnId, after: u64, wait: Duration) -> Option<TurnPage> {
         let deadline = Instant::now() + wait;
-        let mut turns = self.turns.lock();
+        let mut kept = self.kept.lock();
         loop {
-            let buffer = turns.get(turn)?;
+            let buffer = kept.turns.get(turn)?;
             if buffer.last_seq > after || buffer.ended.is_some() || Instant::now() >= deadline {
                 let first = buffer.frames.front().map_or(buffer.last_seq + 1, |f| f.seq);
                 return Some(TurnPage {
@@ -122,7 +143,7 @@ impl TurnBuffers {
                 });
             }
             let _at = doing(Doing::WaitTurn);
-            self.changed.wait_until(&mut turns, deadline);
+            self.changed.wait_until(&mut kept, deadline);
         }
     }
 }
@@ -164,5 +185,20 @@ mod tests {
         }
         let page = buffers.read(&turn, 0, Duration::ZERO).unwrap();
         assert_eq!((page.frames.len(), page.gap), (2, true));
+    }
+
+    #[test]
+    fn bytes_of_all_turns_are_bounded_and_the_oldest_ended_one_goes_first() {
+        let buffers = TurnBuffers::default();
+        let big = raw(&format!("\"{}\"", "x".repeat(7 * 1024 * 1024)));
+        let turns: Vec<TurnId> = (0..12).map(|_| TurnId::fresh()).collect();
+        for turn in &turns {
+            buffers.begin(turn);
+            buffers.push(turn, big.clone());
+            buffers.end(turn, None);
+        }
+        let kept = |turn: &TurnId| buffers.read(turn, 0, Duration::ZERO).is_some();
+        assert!(!turns[..3].iter().any(kept) && turns[3..].iter().all(kept));
+        assert_eq!(buffers.kept.lock().bytes, 9 * big.get().len());
     }
 }

@@ -4,6 +4,7 @@
 use std::io::Read;
 use std::time::Duration;
 
+use serde::Serialize;
 use serde_json::json;
 
 use super::Handlers;
@@ -12,6 +13,7 @@ use crate::error::{Code, Error, Result};
 use crate::http::reply::{Body, Reply};
 use crate::ids::{MessageUuid, SessionId, TurnId};
 use crate::journal::PendingRow;
+use crate::session::features::Features;
 use crate::transcript::entry::EntryType;
 use crate::transcript::media::MediaRef;
 use crate::transcript::page::{Page, Window};
@@ -21,6 +23,41 @@ const DELIVERED_MS: i64 = 3_600_000;
 /// Rows of the conversation list.
 const SESSION_ROWS_MAX: usize = 500;
 
+// Long answers are written straight from what they are made of: a tree of values would be ten times their size.
+
+/// A page of a conversation.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct History<'a> {
+    session_id: &'a SessionId,
+    #[serde(flatten)]
+    page: &'a Page,
+}
+
+#[derive(Serialize)]
+struct Bootstrap<'a> {
+    kind: &'a str,
+    #[serde(flatten)]
+    history: History<'a>,
+    pending: Vec<serde_json::Value>,
+    delivered: Vec<Delivered<'a>>,
+    status: Option<serde_json::Value>,
+    features: Features,
+    cursor: String,
+}
+
+#[derive(Serialize)]
+struct Sessions<T> {
+    sessions: T,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Delivered<'a> {
+    uuid: &'a MessageUuid,
+    turn_id: &'a TurnId,
+}
+
 impl Handlers {
     pub(super) fn history(&self, session: &SessionId, window: Window) -> Result<Reply> {
         let id = self.registry.current_id(session);
@@ -28,10 +65,7 @@ impl Handlers {
             return Err(Error::new(Code::UnknownSession, format!("no conversation has the id {session}")));
         }
         let page = self.registry.context().archive.history(&id, window)?;
-        Ok(Reply::json(&json!({
-            "sessionId": id, "entries": page.entries, "total": page.total, "offset": page.offset,
-            "hasMore": page.has_more, "skippedLines": page.skipped_lines,
-        })))
+        Ok(Reply::json(&History { session_id: &id, page: &page }))
     }
 
     pub(super) fn bootstrap(&self, session: Option<&SessionId>, tail: usize) -> Result<Reply> {
@@ -45,7 +79,7 @@ impl Handlers {
             return Ok(Reply::json(&json!({
                 "kind": "empty", "sessionId": null, "entries": [], "total": 0, "offset": 0, "hasMore": false,
                 "pending": [], "delivered": [], "status": null,
-                "features": crate::session::features::Features::default(), "cursor": cursor,
+                "features": Features::default(), "cursor": cursor,
             })));
         };
         let window = Window::Tail { tail, min_real_user_messages: 0 };
@@ -59,12 +93,7 @@ impl Handlers {
             std::thread::sleep(Duration::from_millis(15));
         }
         let pending = context.journal.pending(&id)?;
-        let delivered: Vec<_> = context
-            .journal
-            .delivered_since(&id, clock::now_ms() - DELIVERED_MS)?
-            .into_iter()
-            .map(|(uuid, turn)| json!({"uuid": uuid, "turnId": turn}))
-            .collect();
+        let delivered = context.journal.delivered_since(&id, clock::now_ms() - DELIVERED_MS)?;
         let session = self.registry.find(&id).ok();
         let (has_file, page) = match early {
             Some(early) => early,
@@ -85,16 +114,19 @@ impl Handlers {
             let users = page.entries.iter().filter(|e| e.kind == EntryType::User);
             users.filter(|e| e.timestamp.as_deref().is_none_or(|t| t < at.as_str())).map(|e| e.uuid.as_str()).collect()
         };
-        Ok(Reply::json(&json!({
-            "kind": kind, "sessionId": id, "entries": page.entries, "total": page.total, "offset": page.offset,
-            "hasMore": page.has_more, "skippedLines": page.skipped_lines,
-            "pending": pending.iter().map(|row| pending_entry(row, &known_before)).collect::<Vec<_>>(), "delivered": delivered,
-            "status": session.map(|s| status(&s)), "features": features, "cursor": cursor,
-        })))
+        Ok(Reply::json(&Bootstrap {
+            kind,
+            history: History { session_id: &id, page: &page },
+            pending: pending.iter().map(|row| pending_entry(row, &known_before)).collect(),
+            delivered: delivered.iter().map(|(uuid, turn_id)| Delivered { uuid, turn_id }).collect(),
+            status: session.map(|s| status(&s)),
+            features,
+            cursor,
+        }))
     }
 
     pub(super) fn sessions(&self) -> Reply {
-        Reply::json(&json!({"sessions": self.registry.list(SESSION_ROWS_MAX)}))
+        Reply::json(&Sessions { sessions: self.registry.list(SESSION_ROWS_MAX) })
     }
 
     pub(super) fn status(&self, session: &SessionId) -> Result<Reply> {
