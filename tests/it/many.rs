@@ -200,8 +200,7 @@ fn status_stop_and_history_answer_while_a_start_is_blocked() {
 
 #[test]
 fn parked_sessions_hold_no_thread_and_no_descriptor_and_little_memory() {
-    // As the unit in scripts/ does: with an arena for each worker the allocator keeps a quarter more.
-    let server = Options::default().args(["--live-max", "1"]).env("MALLOC_ARENA_MAX", "2").start();
+    let server = Options::default().args(["--live-max", "1"]).start();
     let parked = setting("BEEBOX_PARKED", 40);
     let mut events = server.follow();
     let (first, _) = server.converse("new", "first");
