@@ -46,7 +46,7 @@ pub struct Limits {
     /// Answer bytes kept for a client that reads slower than a worker writes, before the worker has to wait.
     pub answer_memory_max: usize,
     /// Bytes of an answer in the kernel for one connection, sent and not acknowledged or not sent: 5 MB/s over a line of
-    /// 100 ms. Left to itself the kernel takes 4 MiB for each reader that takes nothing.
+    /// 50 ms. Left to itself the kernel takes 4 MiB for each reader that takes nothing.
     pub send_buffer_bytes: usize,
     /// Waiting-lane requests in flight: each holds a worker of its own.
     pub waiting_max: usize,
@@ -84,7 +84,7 @@ impl Default for Limits {
             spool_bytes_max: 1024 * 1024 * 1024,
             spool_answers_max: 128 * 1024 * 1024,
             answer_memory_max: 64 * 1024,
-            send_buffer_bytes: 512 * 1024,
+            send_buffer_bytes: 256 * 1024,
             waiting_max: 16,
             linger_time: Duration::from_secs(2),
             linger_bytes_max: 1024 * 1024,
