@@ -168,7 +168,7 @@ function html() {
     const xs = mine.map((r) => Math.log10(Math.max(1, r.n)));
     const top = Math.max(...mine.flatMap((r) => names.map((k) => r[k]))) * 1.1;
     const x = (v) => 50 + ((v - xs[0]) / (xs.at(-1) - xs[0] || 1)) * 380;
-    const y = (v) => 210 - (Math.log10(1 + v) / Math.log10(1 + top)) * 190;
+    const y = (v) => 210 - (Math.log10(Math.max(v, 0.1) * 10) / Math.log10(top * 10)) * 190;
     const colours = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"];
     const lines = names.map((k, i) => `<polyline fill="none" stroke="${colours[i]}" stroke-width="2" points="${mine.map((r, j) => `${x(xs[j])},${y(r[k])}`).join(" ")}"/><text x="440" y="${30 + i * 16}" fill="${colours[i]}">${k}</text>`).join("");
     const ticks = mine.map((r, j) => `<text x="${x(xs[j])}" y="228" text-anchor="middle">${r.n.toLocaleString("en")}</text>`).join("");
