@@ -361,17 +361,26 @@ impl Registry {
         }
         // Two first sends at once meet in one conversation, and the refusal of one does not take it from the other:
         // what the pointer leads to is read and pinned in one critical section.
-        let mut map = self.sessions.lock();
-        let met = map.main.as_ref().map(|m| Self::canonical(&map, m));
-        let met = met.and_then(|m| map.by_id.get(&m)).cloned();
-        let session = met.unwrap_or_else(|| {
-            let fresh = self.coin(Kind::Chat);
-            let id = fresh.id();
-            map.main = Some(id.clone());
-            map.by_id.insert(id, fresh.clone());
-            fresh
-        });
-        Ok(self.pin(session))
+        let (pin, is_fresh) = {
+            let mut map = self.sessions.lock();
+            let met = map.main.as_ref().map(|m| Self::canonical(&map, m));
+            let met = met.and_then(|m| map.by_id.get(&m)).cloned();
+            let is_fresh = met.is_none();
+            let session = met.unwrap_or_else(|| {
+                let fresh = self.coin(Kind::Chat);
+                let id = fresh.id();
+                map.main = Some(id.clone());
+                map.by_id.insert(id, fresh.clone());
+                fresh
+            });
+            (self.pin(session), is_fresh)
+        };
+        if is_fresh {
+            // Before the message is recorded: a death in between leaves a pointer to nothing, which the next send
+            // mends; the other way about the box's own conversation would be begun twice.
+            self.write_files();
+        }
+        Ok(pin)
     }
 
     /// Called with the lock of the map held.
@@ -468,7 +477,8 @@ impl Registry {
                 .max()
         };
         let best = best.filter(|(rank, _)| rank.0 || rank.1).map(|(_, id)| id);
-        best.or_else(|| self.main()).or_else(|| self.list(1).into_iter().next().map(|row| row.session_id))
+        best.or_else(|| self.main().filter(|id| self.is_known(id)))
+            .or_else(|| self.list(1).into_iter().next().map(|row| row.session_id))
     }
 
     /// Conversations, newest first; those that only lie in the agent's home among them.
@@ -769,8 +779,7 @@ impl Registry {
             let mut rows: Vec<_> = map.known.values().filter(|r| r.thread.is_none()).cloned().collect();
             rows.sort_by_key(|r| std::cmp::Reverse(r.last_used_ms));
             rows.truncate(HISTORY_ROWS_MAX);
-            // A main conversation without a recorded message is not worth remembering.
-            (map.main.clone().filter(|m| map.known.contains_key(m)), rows)
+            (map.main.clone(), rows)
         };
         let dir = self.context.config.state_dir();
         let history: Vec<_> = history

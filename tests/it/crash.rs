@@ -156,6 +156,26 @@ fn a_turn_whose_end_died_with_the_agent_before_it_reached_the_disk_is_sent_again
     assert_eq!(asked.iter().filter(|t| t.contains("once")).count(), 1, "{asked:?}");
 }
 
+#[test]
+fn a_death_at_the_first_message_leaves_the_boxs_own_conversation_one() {
+    for (point, is_recorded) in [("before_record", false), ("after_record_before_answer", true)] {
+        let mut server = Options::default().env("BEEBOX_FAULT", &format!("{point}@server:1")).start();
+        let unanswered = server.client().send("main", "first", Some("one"), &[]);
+        assert!(unanswered.is_err(), "{point}");
+        server.wait_exit();
+        server.next_start().env.retain(|(name, _)| name != "BEEBOX_FAULT");
+        server.restart();
+        assert_eq!(
+            server.get_json("/api/chat/bootstrap").get("kind").and_then(|k| k.as_str()),
+            Some(if is_recorded { "resumable" } else { "empty" })
+        );
+        let (second, _) = server.converse("main", "second");
+        assert_eq!(server.send_as("main", "first", Some("one"), &[]).session_id, second.session_id, "{point}");
+        let listed = server.get_json("/api/chat/sessions");
+        assert_eq!(listed["sessions"].as_array().map(Vec::len), Some(1), "{point}: {listed}");
+    }
+}
+
 /// Two people, briefly; `LOOP` is what they do.
 const TWO: &str = r#"{
   "name": "plant", "duration_s": 1.5, "sessions": 2, "insist_s": 20, "settle_within_s": 20, "errors_max": null,
