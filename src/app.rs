@@ -404,10 +404,44 @@ fn page(context: &Context, push: &Push) -> String {
         let name = names.iter().find(|row| row.tid == held.tid).map_or("an unlisted thread", |row| row.name.as_str());
         let _ = writeln!(page, "  {lock}: by {name} (tid {}) for {}", held.tid, dump::span(held.for_ms));
     }
-    let stats = context.journal.stats();
-    let _ = writeln!(page, "journal: {stats:?}");
+    let j = context.journal.stats();
+    let _ = writeln!(
+        page,
+        "journal: {} places taken, {} bytes queued, {} outcomes owed, last commit {} us; {} commits ({} records at most), \
+         {} failed; log of {} pages, emptied {} times in {} us at most; trouble: {}",
+        j.places,
+        j.queue_bytes,
+        j.owed,
+        j.commit_us,
+        j.commits,
+        j.batch_max,
+        j.failures,
+        j.wal_pages,
+        j.checkpoints,
+        j.checkpoint_us_max,
+        j.trouble.as_deref().unwrap_or("none")
+    );
     let _ = writeln!(page, "bus: head {}", context.bus.head());
-    let _ = writeln!(page, "push: {:?}", push.stats());
+    let p = push.stats();
+    let _ = writeln!(
+        page,
+        "push: {} WebSocket and {} SSE clients, {} replaying, {} blocked, furthest behind {} frames, {} bytes held for \
+         blocked ones; {} frames in {} bytes delivered, {} transient ones dropped, {} resyncs; closed {} stalled, {} \
+         silent, {} for what they sent",
+        p.websocket_clients,
+        p.sse_clients,
+        p.replaying_clients,
+        p.blocked_clients,
+        p.lag_frames_max,
+        p.pinned_bytes,
+        p.frames_sent,
+        p.bytes_sent,
+        p.transient_dropped,
+        p.resyncs,
+        p.closed_stalled,
+        p.closed_silent,
+        p.closed_protocol
+    );
     page
 }
 
