@@ -97,7 +97,8 @@ describe("the page", { timeout: 400_000 }, () => {
     await say(w.page, "hello there, first message");
     await answered(w.page, /first message|hello/);
     await phase(w.page, "ready");
-    assert.equal(await times(w.page, "hello there, first message"), 1);
+    const first = await times(w.page, "hello there, first message");
+    assert.equal(first, 1, `the list: ${await w.page.locator("#list").innerHTML()}`);
     assert.match(w.page.url(), /#\/c\/[\w-]+$/);
     await w.page.locator("#sessions .label", { hasText: "hello there" }).waitFor();
     await w.page.reload();
