@@ -21,14 +21,15 @@ use crate::http::gate::limits::Limits;
 use crate::http::gate::{self, Gate, GateConfig, Local};
 use crate::http::handlers::Handlers;
 use crate::http::server::{self, Server, ServerConfig};
-use crate::journal::{Faults, Journal, JournalOptions};
+use crate::journal::{Change, Faults, Journal, JournalOptions, Unit};
 #[cfg(feature = "mirror")]
 use crate::mirror::{self, Mirror};
 use crate::push::{self, Push, PushLimits};
 use crate::session::Context;
 use crate::session::engine::{Session, State};
-use crate::session::listener::KEEPS_UUIDS_KEY;
+use crate::session::moved::{self, Paths};
 use crate::session::pool::{self, Pool};
+use crate::session::proof::{self, Proofs};
 use crate::session::recover::Leftovers;
 use crate::session::registry::Registry;
 use crate::threads::{Doing, doing};
@@ -85,9 +86,11 @@ impl App {
         )?;
         bus.open(recovered.epoch.clone(), recovered.head);
 
-        let archive = Arc::new(Archive::new(&config.agent_home, &config.box_dir));
+        let kept = |key: &str| recovered.state.iter().find(|(name, _)| name == key).map(|(_, value)| value.as_str());
+        let paths = Paths::read(kept(moved::STATE_KEY), &config.box_dir);
+        let archive = Arc::new(Archive::new(&config.agent_home, &config.box_dir, paths.former));
         let leftovers = Leftovers::new(recovered.agents.clone());
-        let keeps_uuids = recovered.state.iter().any(|(key, value)| key == KEEPS_UUIDS_KEY && value == "true");
+        let proofs = Proofs::from_kept(kept(proof::STATE_KEY));
         let program = program(&config.agent)?;
         let context = Arc::new(Context::new(
             config.clone(),
@@ -97,8 +100,11 @@ impl App {
             bus.clone(),
             archive,
             leftovers,
-            keeps_uuids,
+            proofs,
         ));
+        if let Some(value) = paths.to_keep {
+            keep_state(&journal, moved::STATE_KEY, value);
+        }
         let threads = recovered.threads.clone();
         let registry = Registry::new(context.clone(), recovered)?;
         let pool = Arc::new(Pool::new(registry.clone(), &threads, pool::WAIT_LIMIT));
@@ -271,6 +277,15 @@ fn lock_box(state_dir: &Path) -> Result<std::fs::File> {
     file.rewind()?;
     writeln!(file, "{}", std::process::id())?;
     Ok(file)
+}
+
+/// Keeps a value of the server's own, whenever the disk takes it.
+fn keep_state(journal: &Journal, key: &str, value: String) {
+    let unit = Unit { changes: vec![Change::SetState { key: key.to_owned(), value }], events: Vec::new() };
+    match journal.reserve_for_outcome(1) {
+        Ok(place) => journal.owe(unit, place, Box::new(|_| ())),
+        Err(e) => log::error!("{key} is not kept: {e}"),
+    }
 }
 
 fn program(agent: &AgentKind) -> Result<Vec<OsString>> {

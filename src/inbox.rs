@@ -100,15 +100,7 @@ impl Inbox {
 
     /// Gives the place of `uuid` up. False if it has none.
     pub fn give_up(&mut self, uuid: &MessageUuid) -> bool {
-        match self.places.iter().rposition(|p| p.message.uuid == *uuid) {
-            Some(at) => {
-                if let Some(place) = self.places.remove(at) {
-                    self.weight_bytes -= place.message.weight_bytes();
-                }
-                true
-            }
-            None => false,
-        }
+        self.take_out(uuid).is_some()
     }
 
     fn visible(&self) -> usize {
@@ -136,6 +128,20 @@ impl Inbox {
     /// Ids of the recorded messages that wait, oldest first.
     pub fn recorded_uuids(&self) -> impl Iterator<Item = MessageUuid> + '_ {
         self.places.iter().filter(|p| p.recorded).map(|p| p.message.uuid.clone())
+    }
+
+    /// The recorded messages that wait, oldest first.
+    #[must_use]
+    pub fn recorded_messages(&self) -> Vec<Arc<Message>> {
+        self.places.iter().filter(|p| p.recorded).map(|p| Arc::clone(&p.message)).collect()
+    }
+
+    /// Takes one message out, wherever it stands; `None` if it is not there.
+    pub fn take_out(&mut self, uuid: &MessageUuid) -> Option<Arc<Message>> {
+        let at = self.places.iter().position(|p| p.message.uuid == *uuid)?;
+        let place = self.places.remove(at)?;
+        self.weight_bytes -= place.message.weight_bytes();
+        Some(place.message)
     }
 
     /// All places, recorded or under way.

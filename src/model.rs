@@ -284,6 +284,11 @@ pub fn record(unit: &Unit) {
                 all.extend(there.into_iter().filter(|m| !all.contains(m)).collect::<Vec<_>>());
                 world.order.insert(now.clone(), all);
             }
+            Change::Found { messages, .. } => {
+                for message in messages {
+                    world.settle(message, "done");
+                }
+            }
             Change::Stopped { .. }
             | Change::Retry { .. }
             | Change::Discard { .. }

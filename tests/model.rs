@@ -58,7 +58,7 @@ impl House {
         let mut config = config.clone();
         config.live_max = weather.live_max;
         let journal = Journal::in_memory().unwrap();
-        let archive = Arc::new(Archive::new(&config.agent_home, &config.box_dir));
+        let archive = Arc::new(Archive::new(&config.agent_home, &config.box_dir, Vec::new()));
         let bus = Arc::new(Bus::new("epoch", 0));
         let leftovers = Leftovers::new(Vec::new());
         let context =

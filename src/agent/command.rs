@@ -13,7 +13,6 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::Path;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -21,10 +20,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::RunSpec;
+use super::leftovers::MARK_VARIABLE;
 use crate::error::{Code, Error, Result};
 
-/// The variable in an agent's environment that says which run it is of.
-pub const MARK_VARIABLE: &str = "BEEBOX_RUN";
 /// How the agent is told to speak (AGENT-PROTOCOL, "Starting it").
 const PROTOCOL_FLAGS: &[&str] = &[
     "--output-format",
@@ -36,10 +34,6 @@ const PROTOCOL_FLAGS: &[&str] = &[
     "--permission-mode",
     "bypassPermissions",
 ];
-/// How long a leftover has after SIGTERM.
-const LEFTOVER_TERM: Duration = Duration::from_secs(2);
-/// How long the kernel has after SIGKILL; a process in an uninterruptible read may take longer than anybody waits.
-const LEFTOVER_KILL: Duration = Duration::from_secs(5);
 /// How long the kernel has to end the processes of a tool.
 const TOOLS_KILL: Duration = Duration::from_secs(1);
 
@@ -110,6 +104,8 @@ impl Agent {
 
     /// Ends it by force, and with it the processes of its tools, which nobody else would end.
     pub fn kill(&self) {
+        // Stopped first: what it would start between the look and the end, nobody could find any more.
+        let _ = pidfd_send_signal(&self.pidfd, Signal::STOP);
         let tools = self.tools();
         let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
         tools.kill();
@@ -160,7 +156,7 @@ fn command(spec: &RunSpec) -> Result<Command> {
         .current_dir(&spec.box_dir)
         .env_remove("CLAUDECODE")
         .envs(spec.env.iter().map(|(key, value)| (key, value)))
-        .env(MARK_VARIABLE, &spec.agent_mark)
+        .env(MARK_VARIABLE, spec.mark.of_run(&spec.session))
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -214,24 +210,60 @@ fn explain_spawn(e: &io::Error, spec: &RunSpec) -> Error {
 #[must_use]
 pub fn explain_early_end(exit: &str, stderr: &str, errors: &[String]) -> Error {
     let said = errors.iter().map(String::as_str).chain(stderr.lines().rev()).find(|line| !line.trim().is_empty());
-    let all = format!("{}\n{stderr}", errors.join("\n")).to_lowercase();
-    let has = |words: &[&str]| words.iter().any(|word| all.contains(word));
     let said = said.map(|line| format!(" ({})", line.trim())).unwrap_or_default();
-    if has(&["no conversation found"]) {
-        return Error::new(Code::SessionGone, format!("the agent has no such conversation{said}"));
-    }
-    let text = if has(&["already in use"]) {
-        format!("the agent says that this session id is already in use{said}")
-    } else if has(&["root/sudo", "as root", "with root"]) {
-        format!("the agent refuses to run as root: use another user, or set IS_SANDBOX=1 if this is a sandbox{said}")
-    } else if has(&["/login", "log in", "logged in", "api key", "authenticat", "oauth"]) {
-        format!("the agent needs a login: run it once by hand and log in, or set its API key{said}")
-    } else if has(&["unknown option", "unknown argument", "unexpected argument", "unrecognized option"]) {
-        format!("the agent program does not know the flags of the protocol{said}")
-    } else {
-        format!("the agent ended before it said anything, {exit}{said}")
+    let text = match refusal(stderr, errors) {
+        Some(Refusal::NoConversation) => {
+            return Error::new(Code::SessionGone, format!("the agent has no such conversation{said}"));
+        }
+        Some(Refusal::InUse) => format!("the agent says that this session id is already in use{said}"),
+        Some(Refusal::Root) => {
+            format!(
+                "the agent refuses to run as root: use another user, or set IS_SANDBOX=1 if this is a sandbox{said}"
+            )
+        }
+        Some(Refusal::Login) => {
+            format!("the agent needs a login: run it once by hand and log in, or set its API key{said}")
+        }
+        Some(Refusal::Flags) => format!("the agent program does not know the flags of the protocol{said}"),
+        None => format!("the agent ended before it said anything, {exit}{said}"),
     };
     Error::new(Code::AgentUnavailable, text)
+}
+
+/// Why an agent says that it does not start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Refusal {
+    NoConversation,
+    InUse,
+    Root,
+    Login,
+    Flags,
+}
+
+/// The words by which each is known, in lower case.
+const REFUSALS: &[(Refusal, &[&str])] = &[
+    (Refusal::NoConversation, &["no conversation found"]),
+    (Refusal::InUse, &["already in use"]),
+    (Refusal::Root, &["root/sudo", "as root", "with root"]),
+    (Refusal::Login, &["/login", "log in", "logged in", "api key", "authenticat", "oauth"]),
+    (Refusal::Flags, &["unknown option", "unknown argument", "unexpected argument", "unrecognized option"]),
+];
+
+fn refusal(stderr: &str, errors: &[String]) -> Option<Refusal> {
+    let all = format!("{}\n{stderr}", errors.join("\n")).to_lowercase();
+    REFUSALS.iter().find(|(_, words)| words.iter().any(|word| all.contains(word))).map(|(refusal, _)| *refusal)
+}
+
+/// True if an agent refused to begin a conversation because it has one of that id.
+#[must_use]
+pub fn is_in_use(stderr: &str, errors: &[String]) -> bool {
+    refusal(stderr, errors) == Some(Refusal::InUse)
+}
+
+/// True if an agent that said nothing on stdout told on stderr why it does not start.
+#[must_use]
+pub fn is_refusal(stderr: &str, errors: &[String]) -> bool {
+    refusal(stderr, errors).is_some()
 }
 
 /// `exit 1` or `signal 9`.
@@ -266,7 +298,7 @@ fn stat(pid: u32) -> Option<Stat> {
     Some(Stat { parent, start_time })
 }
 
-fn processes() -> impl Iterator<Item = u32> {
+pub(super) fn processes() -> impl Iterator<Item = u32> {
     std::fs::read_dir("/proc")
         .into_iter()
         .flatten()
@@ -274,14 +306,14 @@ fn processes() -> impl Iterator<Item = u32> {
 }
 
 /// A descriptor of the process `pid` that started at `start_time`.
-fn hold(pid: u32, start_time: u64) -> Option<OwnedFd> {
+pub(super) fn hold(pid: u32, start_time: u64) -> Option<OwnedFd> {
     let pid = Pid::from_raw(i32::try_from(pid).ok()?)?;
     let fd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
     // Compared after opening: from here on the descriptor and the pid are one process.
     (start_time_of(pid.as_raw_pid().unsigned_abs()) == Some(start_time)).then_some(fd)
 }
 
-fn descendants(root: u32) -> Vec<(u32, OwnedFd)> {
+pub(super) fn descendants(root: u32) -> Vec<(u32, OwnedFd)> {
     let all: HashMap<u32, Stat> = processes().filter_map(|pid| Some((pid, stat(pid)?))).collect();
     let is_below = |pid: u32| {
         let mut at = pid;
@@ -301,83 +333,8 @@ fn descendants(root: u32) -> Vec<(u32, OwnedFd)> {
         .collect()
 }
 
-/// Ends agents that an earlier life of the server left behind: the one known by pid and start time, and those whose
-/// environment has `BEEBOX_RUN=<mark>` (a `mark` that ends in `:` or `/` stands for all that begin with it). SIGTERM,
-/// after 2 s SIGKILL, 5 s more at most until they are gone. Says how many were found.
-///
-/// What an agent started and left running on purpose has its mark too, but not its command line: it is let be.
-pub fn end_leftovers(mark: &str, known: Option<(u32, u64)>) -> usize {
-    if cfg!(feature = "model") {
-        return 0;
-    }
-    let me = std::process::id();
-    let mut found: Vec<(u32, OwnedFd)> = Vec::new();
-    if let Some((pid, start_time)) = known.filter(|(pid, _)| *pid != me) {
-        found.extend(hold(pid, start_time).map(|fd| (pid, fd)));
-    }
-    for pid in processes().filter(|pid| *pid != me) {
-        if found.iter().any(|(known, _)| *known == pid) {
-            continue;
-        }
-        let Some(start_time) = start_time_of(pid) else {
-            continue;
-        };
-        if has_mark(pid, mark) && is_agent(pid) {
-            found.extend(hold(pid, start_time).map(|fd| (pid, fd)));
-        }
-    }
-    if found.is_empty() {
-        return 0;
-    }
-    let count = found.len();
-    let pids: Vec<_> = found.iter().map(|(pid, _)| *pid).collect();
-    log::warn!("ending {count} agents left by an earlier server: {pids:?}");
-    for (_, fd) in &found {
-        let _ = pidfd_send_signal(fd, Signal::TERM);
-    }
-    wait_until_gone(&mut found, LEFTOVER_TERM);
-    if !found.is_empty() {
-        // What an agent that must be killed started, it cannot end itself.
-        let tools: Vec<_> = found.iter().flat_map(|(pid, _)| descendants(*pid)).collect();
-        for (_, fd) in found.iter().chain(&tools) {
-            let _ = pidfd_send_signal(fd, Signal::KILL);
-        }
-        wait_until_gone(&mut found, LEFTOVER_KILL);
-    }
-    if !found.is_empty() {
-        log::error!("{} agents left by an earlier server cannot be ended", found.len());
-    }
-    count
-}
-
-fn has_mark(pid: u32, mark: &str) -> bool {
-    // An empty mark would be everybody's.
-    if mark.is_empty() {
-        return false;
-    }
-    let Ok(environment) = std::fs::read(format!("/proc/{pid}/environ")) else {
-        return false;
-    };
-    let is_prefix = mark.ends_with([':', '/']);
-    environment.split(|b| *b == 0).any(|entry| {
-        let value = entry.strip_prefix(MARK_VARIABLE.as_bytes()).and_then(|rest| rest.strip_prefix(b"="));
-        value.is_some_and(|value| value == mark.as_bytes() || (is_prefix && value.starts_with(mark.as_bytes())))
-    })
-}
-
-/// By its command line: the flags of the protocol, or the one word that the real agent puts there as its title.
-fn is_agent(pid: u32) -> bool {
-    let Ok(line) = std::fs::read(format!("/proc/{pid}/cmdline")) else {
-        return false;
-    };
-    let words: Vec<&[u8]> = line.split(|b| *b == 0).filter(|word| !word.is_empty()).collect();
-    let title = words.first().map(|word| Path::new(OsStr::from_bytes(word)));
-    words.contains(&b"stream-json".as_slice())
-        || (words.len() == 1 && title.and_then(Path::file_name) == Some(OsStr::new("claude")))
-}
-
 /// Keeps in `left` who is not gone within `limit`.
-fn wait_until_gone(left: &mut Vec<(u32, OwnedFd)>, limit: Duration) {
+pub(super) fn wait_until_gone(left: &mut Vec<(u32, OwnedFd)>, limit: Duration) {
     let deadline = Instant::now() + limit;
     while !left.is_empty() {
         let rest = deadline.saturating_duration_since(Instant::now());
@@ -396,6 +353,9 @@ fn wait_until_gone(left: &mut Vec<(u32, OwnedFd)>, limit: Duration) {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use super::super::leftovers::BoxMark;
     use super::*;
 
     #[test]
@@ -425,12 +385,13 @@ mod tests {
             program: vec!["dir/agent".into(), "first".into()],
             box_dir: "/".into(),
             env: vec![("A".into(), "b".into())],
-            agent_mark: "m".into(),
+            mark: BoxMark::of(Path::new("/nowhere")),
             allow_tools: false,
         };
         let command = command(&spec).unwrap();
         let env: Vec<_> = command.get_envs().map(|(k, v)| (k.to_str().unwrap(), v.and_then(OsStr::to_str))).collect();
-        assert_eq!(env, [("A", Some("b")), ("BEEBOX_RUN", Some("m")), ("CLAUDECODE", None)]);
+        let mark = format!("/nowhere:{}", spec.session);
+        assert_eq!(env, [("A", Some("b")), ("BEEBOX_RUN", Some(mark.as_str())), ("CLAUDECODE", None)]);
         assert!(Path::new(command.get_program()).is_absolute(), "relative to the server, not to the box");
         let args: Vec<_> = command.get_args().map(|a| a.to_str().unwrap()).collect();
         assert_eq!(args[..3], ["first", "--output-format", "stream-json"]);
@@ -444,11 +405,5 @@ mod tests {
         assert!(hold(me, start).is_some());
         assert!(hold(me, start + 1).is_none());
         assert!(start_time_of(u32::MAX).is_none());
-    }
-
-    #[test]
-    fn a_mark_finds_only_its_own() {
-        assert!(!has_mark(std::process::id(), ""));
-        assert!(!has_mark(std::process::id(), "no such mark"));
     }
 }

@@ -11,6 +11,8 @@ pub mod command;
 pub mod content;
 pub mod embedded;
 pub mod hook;
+pub mod identity;
+pub mod leftovers;
 pub mod pipes;
 pub mod pump;
 pub mod scrub;
@@ -23,7 +25,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use adapt::{Adapted, Status};
-pub use command::{MARK_VARIABLE, end_leftovers, start_time_of};
+pub use command::start_time_of;
+pub use identity::AgentIdentity;
+pub use leftovers::{BoxMark, MARK_VARIABLE, end_leftovers};
 
 use crate::error::{Error, Result};
 use crate::ids::{RunNo, SessionId, TurnId};
@@ -55,8 +59,8 @@ pub struct RunSpec {
     pub box_dir: PathBuf,
     /// Added to the inherited environment.
     pub env: Vec<(OsString, OsString)>,
-    /// Value of `BEEBOX_RUN` in its environment; finds it after a crash.
-    pub agent_mark: String,
+    /// Whose agent it is, by a variable in its environment; finds it after a crash.
+    pub mark: BoxMark,
     /// Let its tools run when it asks, instead of a reasoned no.
     pub allow_tools: bool,
 }
@@ -74,11 +78,6 @@ pub trait RunListener: Send + Sync + 'static {
     fn fact(&self, run: RunNo, fact: RunFact);
     /// Whether the transcript holds all of a turn that ended: polled every few milliseconds, 5 s at most.
     fn is_durable(&self, run: RunNo, end: &TurnEnd) -> bool;
-    /// The agent is gone. Whether the transcript surely lacks the turn whose end it told: then the end is not told on,
-    /// and the turn is one that was in flight when the run died.
-    fn is_lost(&self, _run: RunNo, _end: &TurnEnd) -> bool {
-        false
-    }
     /// The run is over and its process reaped. The last call, exactly once.
     fn ended(&self, end: RunEnd);
 }
@@ -120,6 +119,8 @@ pub enum RunFact {
     TurnEnded(TurnEnd),
     /// 10 s since [`Run::interrupt`], and the turn is not over.
     InterruptTimedOut,
+    /// The agent told which version of its program it is; again when that changes.
+    Version(String),
 }
 
 /// How a turn ended.
@@ -166,6 +167,10 @@ pub struct RunEnd {
     pub stderr_tail: String,
     /// What the agent said about its failure on stdout.
     pub errors: Vec<String>,
+    /// It said in words we know that it does not start: what it was given it did not read.
+    pub refused: bool,
+    /// It did not start because it has a conversation of this id, which it must resume.
+    pub has_conversation: bool,
 }
 
 /// Handle of one live agent. Cheap to clone; dropping it ends nothing.

@@ -70,6 +70,7 @@ struct Pump {
     /// What a turn that was broken off had running.
     tools: Tools,
     spoke_told: bool,
+    version: Option<String>,
     interrupt_due: Option<Instant>,
     gate: Option<Gate>,
     gate_timeouts: u32,
@@ -99,6 +100,7 @@ impl Pump {
             ladder: Ladder::Open,
             tools: Tools::default(),
             spoke_told: false,
+            version: None,
             interrupt_due: None,
             gate: None,
             gate_timeouts: 0,

@@ -143,7 +143,7 @@ impl TurnTracker {
             AgentMessage::Result(result) if !self.spoke && refuses_start(result) => {
                 return vec![Step::StartRefused(result.errors.clone())];
             }
-            AgentMessage::Init { session } => self.init(session.as_deref(), &mut steps),
+            AgentMessage::Init { session, .. } => self.init(session.as_deref(), &mut steps),
             AgentMessage::ConversationReset => self.reset = true,
             AgentMessage::Assistant(said) => {
                 self.late_begin(&mut steps);
@@ -514,7 +514,7 @@ mod tests {
     fn parse_init(text: &str) -> SessionId {
         text.lines()
             .find_map(|line| {
-                let AgentMessage::Init { session } = parse(line.as_bytes()) else {
+                let AgentMessage::Init { session, .. } = parse(line.as_bytes()) else {
                     return None;
                 };
                 SessionId::parse(&session?).ok()

@@ -104,6 +104,8 @@ pub enum AgentMessage {
     Init {
         /// The session as the agent calls it.
         session: Option<String>,
+        /// The version of its program.
+        version: Option<String>,
     },
     /// The conversation was cleared: the next init has another session id.
     ConversationReset,
@@ -285,7 +287,9 @@ fn message(f: &Fields<'_>, whole: &str) -> AgentMessage {
     let kind = string(f.r#type).unwrap_or_default();
     let subtype = string(f.subtype);
     match (kind.as_str(), subtype.as_deref().unwrap_or("")) {
-        ("system", "init") => AgentMessage::Init { session: string(f.session_id) },
+        ("system", "init") => {
+            AgentMessage::Init { session: string(f.session_id), version: string(f.claude_code_version) }
+        }
         ("conversation_reset", _) | ("system", "conversation_reset") => AgentMessage::ConversationReset,
         ("compact_boundary", _) | ("system", "compact_boundary") => AgentMessage::CompactBoundary,
         ("assistant", _) => AgentMessage::Assistant(said(f)),
@@ -499,7 +503,7 @@ fields! {
     max_retries = "max_retries", retry_delay_ms = "retry_delay_ms", error_status = "error_status", error = "error",
     command_uuid = "command_uuid", state = "state", response = "response", request = "request",
     request_id = "request_id", tool_name = "tool_name", input = "input", id = "id", role = "role", content = "content",
-    stop_reason = "stop_reason",
+    stop_reason = "stop_reason", claude_code_version = "claude_code_version",
 }
 
 #[cfg(test)]

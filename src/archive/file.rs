@@ -3,9 +3,11 @@
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
+
+use rustix::fs::OFlags;
 
 use crate::sync::Mutex;
 use crate::transcript::index::Step;
@@ -28,18 +30,33 @@ pub struct Source {
 }
 
 impl Source {
-    /// Opens `path`; none if it is not there.
+    /// Opens `path`; none if it is not there. Never blocks and never touches what is not a regular file: the folder is
+    /// somebody else's, and a FIFO, a socket or a device can carry the name of a transcript.
+    ///
+    /// # Errors
+    /// What the kernel says; `InvalidInput` for anything but a regular file.
     pub fn open(path: &Path) -> io::Result<Option<Self>> {
-        let file = match File::open(path) {
+        // Looked at before the opening: opening alone can rewind a tape or wake the other end of a FIFO.
+        let looked = std::fs::metadata(path).and_then(|meta| regular(&meta));
+        let opened = looked.and_then(|()| {
+            // And not blocking, for what was put there in between.
+            let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
+            File::options().read(true).custom_flags(flags.bits().cast_signed()).open(path)
+        });
+        let file = match opened {
             Ok(file) => file,
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(e),
         };
         let meta = file.metadata()?;
-        if !meta.is_file() {
-            return Err(io::Error::new(ErrorKind::InvalidInput, "not a regular file"));
-        }
+        regular(&meta)?;
         Ok(Some(Self { file: Arc::new(file), identity: (meta.dev(), meta.ino()), size: meta.len() }))
+    }
+
+    /// The open file, for a lock on it.
+    #[must_use]
+    pub fn file(&self) -> &File {
+        &self.file
     }
 
     /// Reads at `at`, never past the size seen at the opening; 0 at the end.
@@ -69,6 +86,10 @@ impl Source {
         }
         Ok(true)
     }
+}
+
+fn regular(meta: &std::fs::Metadata) -> io::Result<()> {
+    if meta.is_file() { Ok(()) } else { Err(io::Error::new(ErrorKind::InvalidInput, "not a regular file")) }
 }
 
 /// Read buffers that go from request to request.

@@ -1,10 +1,13 @@
 //! Where the transcripts of the box are, and the list of its conversations with a label each.
 //!
 //! The folder's name is a lossy slug of the box's path: two boxes can share a folder, and each line's `cwd` is the
-//! truth. Rule a change could break: a transcript of another box is never read.
+//! truth. A box that was moved has its older transcripts in the folder of its former path, and the agent goes on in
+//! that very file; so a conversation of ours is looked for by its file's name in every project folder, where it was
+//! seen last first. Rule a change could break: a transcript of another box is never read. A file is ours if the journal
+//! knows the conversation, if its lines name this box or a path this box had, or if the agent's home lies in the box.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -44,6 +47,16 @@ pub struct Listed {
     pub last_used_ms: UnixMs,
 }
 
+/// A file that is named like a transcript.
+#[derive(Debug)]
+struct Candidate {
+    session: SessionId,
+    path: PathBuf,
+    last_used_ms: UnixMs,
+    /// It lies in the folder of the box's own path.
+    is_near: bool,
+}
+
 /// What the beginning of a transcript says.
 #[derive(Debug, Clone, Default)]
 struct Head {
@@ -64,34 +77,111 @@ pub struct Finder {
     projects: PathBuf,
     /// The box as it was named and as it is without links.
     boxes: Vec<String>,
+    /// Paths that this box had before and that no box has now.
+    former: Vec<String>,
+    /// The agent's home lies in the box, so every transcript in it is the box's, whatever path its lines name.
+    is_own_home: bool,
+    /// Conversations that the journal knows, and the folder below `projects` where each was seen last.
+    known: Mutex<HashMap<SessionId, Option<String>>>,
     heads: Mutex<HashMap<PathBuf, Head>>,
     buffers: Buffers,
 }
 
 impl Finder {
-    pub fn new(agent_home: &Path, box_dir: &Path) -> Self {
+    pub fn new(agent_home: &Path, box_dir: &Path, former: Vec<String>) -> Self {
         let mut boxes = vec![box_dir.to_string_lossy().into_owned()];
-        if let Ok(real) = fs::canonicalize(box_dir) {
+        let real = fs::canonicalize(box_dir);
+        if let Ok(real) = &real {
             let real = real.to_string_lossy().into_owned();
             if !boxes.contains(&real) {
                 boxes.push(real);
             }
         }
-        let heads = Mutex::new(HashMap::new());
-        Self { projects: agent_home.join("projects"), boxes, heads, buffers: Buffers::default() }
+        let is_below =
+            |home: &Path| home.starts_with(box_dir) || real.as_ref().is_ok_and(|real| home.starts_with(real));
+        Self {
+            projects: agent_home.join("projects"),
+            is_own_home: is_below(agent_home) || fs::canonicalize(agent_home).is_ok_and(|home| is_below(&home)),
+            boxes,
+            former,
+            known: Mutex::default(),
+            heads: Mutex::default(),
+            buffers: Buffers::default(),
+        }
     }
 
+    /// The journal knows this conversation; `folder` is where its transcript was seen last, below `projects`.
+    pub fn remember(&self, session: &SessionId, folder: Option<&str>) {
+        let mut known = self.known.lock();
+        let kept = known.entry(session.clone()).or_default();
+        if let Some(folder) = folder {
+            *kept = Some(folder.to_owned());
+        }
+    }
+
+    /// True if the journal knows this conversation.
+    pub fn is_known(&self, session: &SessionId) -> bool {
+        self.known.lock().contains_key(session)
+    }
+
+    /// The folder below `projects` that a transcript lies in, for [`Finder::remember`] in a later life.
+    pub fn folder_of(&self, path: &Path) -> Option<String> {
+        let folder = path.parent()?;
+        (folder.parent() == Some(&self.projects)).then(|| folder.file_name()?.to_str().map(str::to_owned))?
+    }
+
+    /// The transcript of `session`: where it was seen last, else in the folder of the box, else wherever a file of its
+    /// name is, the one written last if there are several.
     pub fn path_of(&self, session: &SessionId) -> Option<PathBuf> {
         let name = format!("{session}.jsonl");
+        let known = self.known.lock().get(session).cloned();
+        if let Some(Some(folder)) = &known
+            && let path = self.projects.join(folder).join(&name)
+            && fs::metadata(&path).is_ok()
+        {
+            return Some(path);
+        }
         let near = self.boxes.iter().map(|b| self.projects.join(slug(b)).join(&name)).find(|path| self.is_ours(path));
-        if near.is_some() || !self.has_long_slug() {
+        if near.is_some() || (known.is_none() && !self.looks_everywhere()) {
             return near;
         }
-        self.folders().into_iter().map(|folder| folder.join(&name)).find(|path| self.is_ours_elsewhere(path))
+        let ours = |path: &PathBuf| {
+            if known.is_some() {
+                fs::metadata(path).is_ok_and(|meta| meta.is_file())
+            } else {
+                self.is_ours_elsewhere(path)
+            }
+        };
+        let all = self.folders().into_iter().map(|folder| folder.join(&name)).filter(ours);
+        all.max_by_key(|path| fs::metadata(path).and_then(|meta| meta.modified()).ok())
     }
 
-    fn has_long_slug(&self) -> bool {
-        self.boxes.iter().any(|b| slug(b).len() > SLUG_CHARS_MAX)
+    /// Every file that may be the transcript of `session`, the one of [`Finder::path_of`] first.
+    pub fn paths_of(&self, session: &SessionId) -> Vec<PathBuf> {
+        let Some(first) = self.path_of(session) else { return Vec::new() };
+        let mut paths = vec![first];
+        if self.is_known(session) {
+            let name = format!("{session}.jsonl");
+            let others = self.folders().into_iter().map(|folder| folder.join(&name));
+            paths.extend(
+                others.filter(|p| fs::metadata(p).is_ok_and(|m| m.is_file()) && *p != paths[0]).collect::<Vec<_>>(),
+            );
+        }
+        paths
+    }
+
+    /// Transcripts in the folder of the box, the one written last first, that belong to no conversation the journal
+    /// knows: an agent that named its session itself left one before anybody was told the name.
+    pub fn strangers(&self) -> Vec<(SessionId, PathBuf)> {
+        let mut found = self.files(&self.boxes.iter().map(|b| self.projects.join(slug(b))).collect::<Vec<_>>());
+        found.retain(|file| !self.is_known(&file.session) && self.is_ours(&file.path));
+        found.sort_by_key(|file| std::cmp::Reverse(file.last_used_ms));
+        found.into_iter().map(|file| (file.session, file.path)).collect()
+    }
+
+    /// A transcript of the box can lie in another folder than that of its path.
+    fn looks_everywhere(&self) -> bool {
+        self.is_own_home || !self.former.is_empty() || self.boxes.iter().any(|b| slug(b).len() > SLUG_CHARS_MAX)
     }
 
     fn folders(&self) -> Vec<PathBuf> {
@@ -111,6 +201,9 @@ impl Finder {
             // Something stands where the transcript should: it is there and cannot be read.
             return true;
         }
+        if self.is_own_home {
+            return true;
+        }
         match self.head(path, &meta, false).cwd {
             Some(cwd) => self.is_box(&cwd) || !self.boxes.iter().any(|b| slug(b) == slug(&cwd)),
             None => true,
@@ -122,23 +215,17 @@ impl Finder {
         let Ok(meta) = fs::metadata(path) else {
             return false;
         };
-        meta.is_file() && self.head(path, &meta, false).cwd.is_some_and(|cwd| self.is_box(&cwd))
+        meta.is_file() && (self.is_own_home || self.head(path, &meta, false).cwd.is_some_and(|cwd| self.is_box(&cwd)))
     }
 
     fn is_box(&self, cwd: &str) -> bool {
-        self.boxes.iter().any(|b| cwd.trim_end_matches('/') == b.trim_end_matches('/'))
+        self.boxes.iter().chain(&self.former).any(|b| cwd.trim_end_matches('/') == b.trim_end_matches('/'))
     }
 
-    pub fn list(&self, rows_max: usize) -> Vec<Listed> {
-        let long = self.has_long_slug();
-        let mut folders: Vec<PathBuf> = self.boxes.iter().map(|b| self.projects.join(slug(b))).collect();
-        if long {
-            let near = folders.clone();
-            folders.extend(self.folders().into_iter().filter(|f| !near.contains(f)));
-        }
-        let near = self.boxes.len();
+    /// The files named like transcripts in these folders; a folder may stand twice.
+    fn files(&self, folders: &[PathBuf]) -> Vec<Candidate> {
         let mut files = Vec::new();
-        for (number, folder) in folders.iter().enumerate() {
+        for (number, folder) in folders.iter().enumerate().filter(|(n, folder)| !folders[..*n].contains(folder)) {
             let Ok(entries) = fs::read_dir(folder) else {
                 continue;
             };
@@ -154,18 +241,29 @@ impl Finder {
                 };
                 if meta.is_file() {
                     let last_used_ms = meta.mtime() * 1000 + meta.mtime_nsec() / 1_000_000;
-                    files.push((last_used_ms, session, entry.path(), number < near));
+                    let is_near = number < self.boxes.len();
+                    files.push(Candidate { session, path: entry.path(), last_used_ms, is_near });
                 }
             }
         }
-        files.sort_by(|a, b| b.0.cmp(&a.0).then_with(|| a.1.cmp(&b.1)));
+        files
+    }
+
+    pub fn list(&self, rows_max: usize) -> Vec<Listed> {
+        let mut folders: Vec<PathBuf> = self.boxes.iter().map(|b| self.projects.join(slug(b))).collect();
+        if self.looks_everywhere() {
+            folders.extend(self.folders());
+        }
+        let mut files = self.files(&folders);
+        files.sort_by(|a, b| b.last_used_ms.cmp(&a.last_used_ms).then_with(|| a.session.cmp(&b.session)));
         let mut rows: Vec<Listed> = Vec::new();
-        for (last_used_ms, session, path, here) in files {
+        let mut listed = HashSet::new();
+        for Candidate { session, path, last_used_ms, is_near } in files {
             if rows.len() == rows_max {
                 break;
             }
-            let ours = if here { self.is_ours(&path) } else { self.is_ours_elsewhere(&path) };
-            if !ours || rows.iter().any(|r| r.session == session) {
+            let ours = if is_near { self.is_ours(&path) } else { self.is_ours_elsewhere(&path) };
+            if !ours || !listed.insert(session.clone()) {
                 continue;
             }
             let label = fs::metadata(&path).ok().and_then(|meta| self.head(&path, &meta, true).label);

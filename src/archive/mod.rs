@@ -9,6 +9,7 @@ mod cache;
 mod file;
 mod find;
 mod media;
+mod queue;
 mod trace;
 
 use std::path::{Path, PathBuf};
@@ -16,7 +17,8 @@ use std::sync::Arc;
 
 pub use find::Listed;
 pub use media::{MediaFile, MediaReader};
-pub use trace::{TailWatch, Trace};
+pub use queue::{FoundTurn, QueueTrace, Waiting};
+pub use trace::{Sought, TailWatch, Trace};
 
 use crate::error::{Code, Error, Result};
 use crate::ids::SessionId;
@@ -47,10 +49,54 @@ struct Inner {
 const RESULT_BYTES_MAX: u64 = 8 * 1024 * 1024;
 
 impl Archive {
-    /// Over the transcripts of `box_dir` in `agent_home`.
+    /// Over the transcripts of `box_dir` in `agent_home`; `former` are paths that the box had before it was moved.
     #[must_use]
-    pub fn new(agent_home: &Path, box_dir: &Path) -> Self {
-        Self { inner: Arc::new(Inner { finder: Finder::new(agent_home, box_dir), cache: Cache::default() }) }
+    pub fn new(agent_home: &Path, box_dir: &Path, former: Vec<String>) -> Self {
+        let finder = Finder::new(agent_home, box_dir, former);
+        Self { inner: Arc::new(Inner { finder, cache: Cache::default() }) }
+    }
+
+    /// The journal knows this conversation: its transcript is looked for in every project folder of the agent's home,
+    /// in `folder` first.
+    pub fn remember(&self, session: &SessionId, folder: Option<&str>) {
+        self.inner.finder.remember(session, folder);
+    }
+
+    /// The project folder that the transcript of `session` lies in now.
+    #[must_use]
+    pub fn folder_of(&self, session: &SessionId) -> Option<String> {
+        self.inner.finder.folder_of(&self.path_of(session)?)
+    }
+
+    /// Ok if the transcript of `session` can be opened, or if there is none.
+    ///
+    /// # Errors
+    /// [`Code::Unreadable`]: something stands there that is no readable file.
+    pub fn ensure_readable(&self, session: &SessionId) -> Result<()> {
+        let Some(path) = self.path_of(session) else { return Ok(()) };
+        Source::open(&path).map(|_| ()).map_err(|e| unreadable(&path, &e))
+    }
+
+    /// The transcript of `session`, opened with the one lock that says "an agent of ours writes here"; `None` if there
+    /// is no transcript. The lock is given back when the file is dropped.
+    ///
+    /// # Errors
+    /// [`Code::AgentUnavailable`]: a server of another box (a copy of this one) has an agent in the conversation.
+    pub fn hold(&self, session: &SessionId) -> Result<Option<std::fs::File>> {
+        let Some(path) = self.path_of(session) else { return Ok(None) };
+        let opened = Source::open(&path).map_err(|e| unreadable(&path, &e))?;
+        let Some(file) = opened.map(|source| source.file().try_clone()).transpose()? else { return Ok(None) };
+        match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(file)),
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                let text = "another server, of a copy of this box, has an agent in this conversation now";
+                Err(Error::new(Code::AgentUnavailable, text))
+            }
+            Err(e) => {
+                log::warn!("transcript {}: not locked: {e}", path.display());
+                Ok(None)
+            }
+        }
     }
 
     /// The transcript of `session`, if there is one.

@@ -19,7 +19,7 @@ fn home() -> Home {
     let dir = tempfile::tempdir().unwrap();
     let box_dir = dir.path().join("box");
     fs::create_dir(&box_dir).unwrap();
-    let archive = Archive::new(dir.path(), &box_dir);
+    let archive = Archive::new(dir.path(), &box_dir, Vec::new());
     let home = Home { dir, box_dir, archive };
     fs::create_dir_all(home.folder()).unwrap();
     home
@@ -317,7 +317,10 @@ fn an_unreadable_transcript_is_an_error_never_an_empty_conversation() {
         assert_eq!(home.archive.history(&id(session), window).unwrap_err().code(), Code::Unreadable);
         let photo = MediaRef::parse(&format!("{session}/u/0")).unwrap();
         assert_eq!(home.archive.media(&photo).unwrap_err().code(), Code::Unreadable);
-        assert_eq!(home.archive.look_up(&id(session), &["u"]).unwrap_err().code(), Code::Unreadable);
+        assert_eq!(
+            home.archive.look_up(&id(session), Sought { ids: &["u"], anchor: None }).unwrap_err().code(),
+            Code::Unreadable
+        );
         assert!(!home.archive.watch(&id(session)).has_all(&["u"]));
     }
     assert!(home.archive.path_of(&id("none")).is_none());
@@ -431,12 +434,16 @@ fn a_turn_is_looked_up_in_whole_parsed_lines() {
         json!({"type":"assistant","message":{"content":[{"type":"thinking","thinking":"hm"}]},"uuid":"a4"}).to_string();
     let u1 = user("u1", json!("the words u7 and \"uuid\":\"u8\""));
     let said = assistant("a1", "done");
-    let found = |finished| Trace::Recorded { finished };
+    let found = |finished| Trace::Recorded { finished, elsewhere: None };
+    let look_up = |session: &str, ids: &[&str]| {
+        home.archive.remember(&id(session), None);
+        home.archive.look_up(&id(session), Sought { ids, anchor: None })
+    };
     let table: Vec<(Vec<&str>, &str, Trace)> = vec![
-        (vec![], "u1", Trace::NotRecorded),
+        (vec![], "u1", Trace::NotRecorded { anchored: true }),
         (vec![&u1], "u1", found(false)),
-        (vec![&u1], "u7", Trace::NotRecorded),
-        (vec![&u1], "u8", Trace::NotRecorded),
+        (vec![&u1], "u7", Trace::NotRecorded { anchored: true }),
+        (vec![&u1], "u8", Trace::NotRecorded { anchored: true }),
         (vec![&u1, &said], "u1", found(true)),
         (vec![&u1, &thought], "u1", found(false)),
         (vec![&u1, &begun], "u1", found(false)),
@@ -448,16 +455,16 @@ fn a_turn_is_looked_up_in_whole_parsed_lines() {
         (vec![&u1, &call, merged], "u1", found(true)),
         (vec![merged, &said], "m2", found(true)),
         (vec![folded, &said], "q1", found(true)),
-        (vec![&said, merged], "u1", Trace::NotRecorded),
+        (vec![&said, merged], "u1", Trace::NotRecorded { anchored: true }),
     ];
     for (n, (lines, wanted, want)) in table.into_iter().enumerate() {
         let name = format!("s{n}");
         home.put(&name, (lines.join("\n") + "\n").as_bytes());
-        assert_eq!(home.archive.look_up(&id(&name), &["nope", wanted]).unwrap(), want, "case {n}");
+        assert_eq!(look_up(&name, &["nope", wanted]).unwrap(), want, "case {n}");
     }
-    assert_eq!(home.archive.look_up(&id("none"), &["u1"]).unwrap(), Trace::NoFile);
+    assert_eq!(look_up("none", &["u1"]).unwrap(), Trace::NoFile);
     home.put("torn", &u1.as_bytes()[..u1.len() - 2]);
-    assert_eq!(home.archive.look_up(&id("torn"), &["u1"]).unwrap(), Trace::NotRecorded);
+    assert_eq!(look_up("torn", &["u1"]).unwrap(), Trace::NotRecorded { anchored: true });
 }
 
 #[test]
@@ -516,7 +523,7 @@ fn the_transcript_of_another_box_with_the_same_slug_is_not_ours() {
     let (ours, theirs) = (dir.path().join("a-b"), dir.path().join("a/b"));
     fs::create_dir_all(&ours).unwrap();
     fs::create_dir_all(&theirs).unwrap();
-    let archive = Archive::new(dir.path(), &ours);
+    let archive = Archive::new(dir.path(), &ours, Vec::new());
     let folder = dir.path().join("projects").join(slug(ours.to_str().unwrap()));
     fs::create_dir_all(&folder).unwrap();
     for (name, cwd) in [("mine", &ours), ("yours", &theirs)] {
@@ -538,7 +545,7 @@ fn a_long_slug_that_the_agent_cut_is_found_by_file_name() {
     let line = user("u", json!("x")).replace("/elsewhere", box_dir.to_str().unwrap());
     fs::write(folder.join("s.jsonl"), line + "\n").unwrap();
     fs::write(folder.join("t.jsonl"), user("u", json!("x")) + "\n").unwrap();
-    let archive = Archive::new(dir.path(), &box_dir);
+    let archive = Archive::new(dir.path(), &box_dir, Vec::new());
     assert!(archive.path_of(&id("s")).is_some() && archive.path_of(&id("t")).is_none());
     assert_eq!(archive.list(10).len(), 1);
 }

@@ -17,44 +17,93 @@ use crate::transcript::sniff::Sniff;
 
 use super::file::Source;
 
-/// What the transcript knows of a turn.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Transcripts of conversations that nobody knows that are searched for a turn, the newest first …
+const STRANGERS_MAX: usize = 1_000;
+/// … up to so many bytes in all.
+const STRANGERS_BYTES_MAX: u64 = 4 * 1024 * 1024 * 1024;
+
+/// A turn that is looked for.
+#[derive(Debug, Clone, Copy)]
+pub struct Sought<'a> {
+    /// The ids of the turn and of its messages.
+    pub ids: &'a [&'a str],
+    /// A turn that was in the transcript before. A file without it is not the file the agent wrote.
+    pub anchor: Option<&'a str>,
+}
+
+/// What the transcripts know of a turn.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Trace {
-    /// The session has no transcript.
+    /// The session has no transcript, and no other that nobody knows has the turn.
     NoFile,
     /// None of the ids is in it.
-    NotRecorded,
+    NotRecorded {
+        /// What was in the transcript before is still there (or nothing is known to have been there).
+        anchored: bool,
+    },
     /// One of them is.
     Recorded {
         /// The agent answered: its last line calls no tool, or a person spoke again, or it was interrupted.
         finished: bool,
+        /// It stands in the transcript of this conversation, which nobody knew: the agent named itself so.
+        elsewhere: Option<SessionId>,
     },
+    /// There are more transcripts of unknown conversations than are searched: it may be in one of them.
+    Unsearched,
 }
 
 impl Archive {
-    /// Looks for a turn by the ids of its messages: `uuid`, `mergedSendUuids`, `attachment.source_uuid`.
+    /// Looks for a turn by the ids of its messages: `uuid`, `mergedSendUuids`, `attachment.source_uuid`. What is not in
+    /// the session's own transcript is looked for in those of the folder that belong to no conversation we know.
     ///
     /// # Errors
     /// `Unreadable`: the transcript is there and cannot be read.
-    pub fn look_up(&self, session: &SessionId, ids: &[&str]) -> Result<Trace> {
+    pub fn look_up(&self, session: &SessionId, sought: Sought<'_>) -> Result<Trace> {
         #[cfg(feature = "model")]
         if crate::model::is_on() {
-            return Ok(match crate::model::trace(ids) {
-                Some(finished) => Trace::Recorded { finished },
-                None => Trace::NotRecorded,
-            });
+            return Ok(crate::model::trace(session, sought.ids));
         }
         let _at = doing(Doing::ReadFile);
-        let Some(path) = self.path_of(session) else {
-            return Ok(Trace::NoFile);
-        };
-        let fail = |e: std::io::Error| unreadable(&path, &e);
-        let Some(source) = Source::open(&path).map_err(fail)? else {
-            return Ok(Trace::NoFile);
-        };
-        let finders: Vec<_> = ids.iter().map(|id| memmem::Finder::new(id.as_bytes())).collect();
+        let mut here = Trace::NoFile;
+        let mut anchored = false;
+        for path in self.inner.finder.paths_of(session) {
+            let fail = |e: std::io::Error| unreadable(&path, &e);
+            if let Some(source) = Source::open(&path).map_err(fail)? {
+                let searched = self.search(&source, sought).map_err(fail)?;
+                if let Some(finished) = searched.finished {
+                    return Ok(Trace::Recorded { finished, elsewhere: None });
+                }
+                anchored |= searched.anchored;
+                here = Trace::NotRecorded { anchored };
+            }
+        }
+        Ok(self.look_among_strangers(sought).unwrap_or(here))
+    }
+
+    fn look_among_strangers(&self, sought: Sought<'_>) -> Option<Trace> {
+        let (mut bytes, mut all) = (0, true);
+        for (n, (session, path)) in self.inner.finder.strangers().into_iter().enumerate() {
+            let Ok(Some(source)) = Source::open(&path) else { continue };
+            bytes += source.size;
+            if n >= STRANGERS_MAX || bytes > STRANGERS_BYTES_MAX {
+                all = false;
+                break;
+            }
+            // One that cannot be read belongs to nobody we know, and the next one may be the right one.
+            if let Ok(Searched { finished: Some(finished), .. }) = self.search(&source, sought) {
+                return Some(Trace::Recorded { finished, elsewhere: Some(session) });
+            }
+        }
+        (!all).then_some(Trace::Unsearched)
+    }
+
+    fn search(&self, source: &Source, sought: Sought<'_>) -> std::io::Result<Searched> {
+        let ids = sought.ids;
+        let finders: Vec<_> =
+            ids.iter().copied().chain(sought.anchor).map(|id| memmem::Finder::new(id.as_bytes())).collect();
         let (mut found, mut end) = (false, End::default());
-        self.scan(&source, 0, |raw| {
+        let mut anchored = sought.anchor.is_none();
+        self.scan(source, 0, |raw| {
             if !found && !may_hold(raw, &finders) {
                 return true;
             }
@@ -63,7 +112,9 @@ impl Archive {
                     if found {
                         end.record(&record);
                     } else if !record.sidechain {
-                        found = record.ids(line).iter().any(|id| ids.contains(&id.as_str()));
+                        let here = record.ids(line);
+                        found = here.iter().any(|id| ids.contains(&id.as_str()));
+                        anchored |= here.iter().any(|id| sought.anchor == Some(id));
                     }
                 }
                 Seen::Stub { kind, sniff, .. } => {
@@ -71,14 +122,14 @@ impl Archive {
                         end.stub(kind, sniff);
                     } else if !sniff.sidechain {
                         found = sniffed_ids(sniff).any(|id| ids.iter().any(|want| want.as_bytes() == id));
+                        anchored |= sniffed_ids(sniff).any(|id| sought.anchor.is_some_and(|a| a.as_bytes() == id));
                     }
                 }
                 Seen::Gap => {}
             });
             !end.for_good
-        })
-        .map_err(fail)?;
-        Ok(if found { Trace::Recorded { finished: end.for_good || end.answered } } else { Trace::NotRecorded })
+        })?;
+        Ok(Searched { finished: found.then(|| end.is_finished()), anchored })
     }
 
     /// Watches what is appended to the transcript of `session` from now on.
@@ -92,13 +143,21 @@ impl Archive {
             from: self.line_start(session, from),
             identity: None,
             seen: SeenIds::default(),
+            is_interrupted: false,
         }
     }
 
     /// Watches the transcript of `session` from its first line on: for one that got its id only now.
     #[must_use]
     pub fn watch_from_start(&self, session: &SessionId) -> TailWatch {
-        TailWatch { archive: self.clone(), session: session.clone(), from: 0, identity: None, seen: SeenIds::default() }
+        TailWatch {
+            archive: self.clone(),
+            session: session.clone(),
+            from: 0,
+            identity: None,
+            seen: SeenIds::default(),
+            is_interrupted: false,
+        }
     }
 
     /// Where the line starts that goes on at `end`.
@@ -132,19 +191,31 @@ fn may_hold(raw: &RawLine<'_>, finders: &[memmem::Finder<'_>]) -> bool {
     }
 }
 
-fn sniffed_ids(sniff: &Sniff) -> impl Iterator<Item = &[u8]> {
+pub(super) fn sniffed_ids(sniff: &Sniff) -> impl Iterator<Item = &[u8]> {
     std::iter::once(&sniff.uuid[..]).chain(sniff.other_ids.iter().map(|id| &id[..]))
+}
+
+/// What one transcript says of a turn.
+struct Searched {
+    /// Whether it is finished; `None` if it is not there.
+    finished: Option<bool>,
+    anchored: bool,
 }
 
 /// Follows the lines behind a turn's own.
 #[derive(Debug, Default)]
-struct End {
+pub(super) struct End {
     answered: bool,
     for_good: bool,
 }
 
 impl End {
-    fn record(&mut self, record: &Record<'_>) {
+    /// The turn was answered to its end, or another one followed it.
+    pub(super) fn is_finished(&self) -> bool {
+        self.for_good || self.answered
+    }
+
+    pub(super) fn record(&mut self, record: &Record<'_>) {
         match record.kind {
             Kind::Assistant => {
                 let content = record.content.unwrap_or_default();
@@ -161,7 +232,7 @@ impl End {
         }
     }
 
-    fn stub(&mut self, kind: Kind, sniff: &Sniff) {
+    pub(super) fn stub(&mut self, kind: Kind, sniff: &Sniff) {
         match kind {
             Kind::Assistant => self.answered = !sniff.tools && sniff.stop_reason != b"tool_use",
             Kind::User | Kind::Interrupted | Kind::Notice => self.for_good = true,
@@ -210,9 +281,24 @@ pub struct TailWatch {
     from: u64,
     identity: Option<(u64, u64)>,
     seen: SeenIds,
+    is_interrupted: bool,
 }
 
 impl TailWatch {
+    /// True once the marker of an interrupt stands behind the last words of a person.
+    pub fn is_interrupted(&mut self) -> bool {
+        if !self.is_interrupted {
+            self.look();
+        }
+        self.is_interrupted
+    }
+
+    /// True if there is a transcript by now.
+    #[must_use]
+    pub fn has_file(&self) -> bool {
+        self.archive.path_of(&self.session).is_some()
+    }
+
     /// True if whole lines with all the `wanted` ids were appended since the watch began. A file that is not there yet,
     /// or cannot be read, has none.
     pub fn has_all(&mut self, wanted: &[&str]) -> bool {
@@ -240,7 +326,7 @@ impl TailWatch {
         let mut buffer = self.archive.inner.cache.buffers.take();
         let mut scanner = Scanner::new(self.from);
         let mut at = self.from;
-        let seen_ids = &mut self.seen;
+        let (seen_ids, is_interrupted) = (&mut self.seen, &mut self.is_interrupted);
         while let Ok(n) = source.read_at(&mut buffer, at)
             && n > 0
         {
@@ -248,6 +334,16 @@ impl TailWatch {
             scanner.push(&buffer[..n], |raw| {
                 raw.each(|seen| match seen {
                     Seen::Record { record, line, .. } => {
+                        match record.kind {
+                            Kind::User => *is_interrupted = false,
+                            Kind::Interrupted => *is_interrupted = true,
+                            Kind::Assistant
+                            | Kind::Compaction
+                            | Kind::Notice
+                            | Kind::Result
+                            | Kind::Hidden
+                            | Kind::Unreadable => {}
+                        }
                         record.ids(line).iter().for_each(|id| seen_ids.insert(id.as_bytes()));
                     }
                     Seen::Stub { sniff, .. } => sniffed_ids(sniff).for_each(|id| seen_ids.insert(id)),

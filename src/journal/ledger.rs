@@ -51,7 +51,7 @@ pub(super) struct Ledger {
 
 /// One statement to run.
 enum Op<'a> {
-    PutTurn { turn: TurnId, session: SessionId, members: String, attempt: u32 },
+    PutTurn { turn: TurnId, session: SessionId, members: String, attempt: u32, agent: Option<&'a str> },
     Members { turn: TurnId, members: String },
     Recalled { turn: &'a TurnId },
     Stopped { turn: &'a TurnId },
@@ -229,8 +229,27 @@ impl Ledger {
 
     fn plan<'a>(&mut self, change: &'a Change, ops: &mut Vec<Op<'a>>) -> Result<()> {
         match change {
-            Change::Dispatch { session, turn, members, attempt } => {
-                self.plan_dispatch(session, turn, members, *attempt, ops)?;
+            Change::Dispatch { session, turn, members, attempt, agent } => {
+                self.plan_dispatch(session, turn, members)?;
+                ops.push(Op::PutTurn {
+                    turn: turn.clone(),
+                    session: session.clone(),
+                    members: join(members),
+                    attempt: *attempt,
+                    agent: agent.as_deref(),
+                });
+            }
+            Change::Found { session, turn, messages, outcome } => {
+                let mut found = Vec::new();
+                for message in messages {
+                    self.leave_turn(message, ops);
+                    if self.drop_open(message, ops).is_some() {
+                        found.push(message.clone());
+                    }
+                }
+                if !found.is_empty() {
+                    ops.push(Op::Delivered { turn, session: session.clone(), members: join(&found), outcome });
+                }
             }
             Change::Recall { turn } => match self.turns.get(turn).cloned() {
                 Some(was) => {
@@ -325,14 +344,7 @@ impl Ledger {
         Ok(())
     }
 
-    fn plan_dispatch(
-        &mut self,
-        session: &SessionId,
-        turn: &TurnId,
-        members: &[MessageUuid],
-        attempt: u32,
-        ops: &mut Vec<Op<'_>>,
-    ) -> Result<()> {
+    fn plan_dispatch(&mut self, session: &SessionId, turn: &TurnId, members: &[MessageUuid]) -> Result<()> {
         if members.is_empty() {
             return Err(Error::internal(format!("dispatch of turn {turn} without messages")));
         }
@@ -357,7 +369,6 @@ impl Ledger {
         }
         let row = OpenTurn { session: session.clone(), members: members.to_vec(), dispatched: true };
         self.set_turn(turn, Some(row));
-        ops.push(Op::PutTurn { turn: turn.clone(), session: session.clone(), members: join(members), attempt });
         Ok(())
     }
 
@@ -410,12 +421,12 @@ impl Ledger {
 impl Op<'_> {
     fn run(self, db: &Connection, faults: &Faults, now: UnixMs) -> rusqlite::Result<()> {
         match self {
-            Op::PutTurn { turn, session, members, attempt } => run(
+            Op::PutTurn { turn, session, members, attempt, agent } => run(
                 db,
                 faults,
-                "INSERT INTO turn(turn, session, members, attempts, dispatched) VALUES(?1, ?2, ?3, ?4, 1)
-                 ON CONFLICT(turn) DO UPDATE SET attempts=excluded.attempts, dispatched=1",
-                params![turn.as_str(), session.as_str(), members, attempt],
+                "INSERT INTO turn(turn, session, members, attempts, dispatched, agent) VALUES(?1, ?2, ?3, ?4, 1, ?5)
+                 ON CONFLICT(turn) DO UPDATE SET attempts=excluded.attempts, dispatched=1, agent=excluded.agent",
+                params![turn.as_str(), session.as_str(), members, attempt, agent],
             )?,
             Op::Members { turn, members } => {
                 run(db, faults, "UPDATE turn SET members=?2 WHERE turn=?1", params![turn.as_str(), members])?
@@ -462,9 +473,18 @@ fn fact(change: &Change, db: &Connection, faults: &Faults, now: UnixMs) -> rusql
         Change::Session(row) => run(
             db,
             faults,
-            "INSERT OR REPLACE INTO session(session, thread, created_ms, last_used_ms, label, resumable)
-             VALUES(?1, ?2, ?3, ?4, ?5, ?6)",
-            params![row.session.as_str(), row.thread, row.created_ms, row.last_used_ms, row.label, row.resumable],
+            "INSERT OR REPLACE INTO session(session, thread, created_ms, last_used_ms, label, resumable, folder, anchor)
+             VALUES(?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
+            params![
+                row.session.as_str(),
+                row.thread,
+                row.created_ms,
+                row.last_used_ms,
+                row.label,
+                row.resumable,
+                row.folder,
+                row.anchor.as_ref().map(TurnId::as_str)
+            ],
         ),
         Change::Alias { was, now } => {
             // An agent may go back to an id it had: it leads nowhere else from now on.
@@ -494,6 +514,7 @@ fn fact(change: &Change, db: &Connection, faults: &Faults, now: UnixMs) -> rusql
             run(db, faults, "INSERT OR REPLACE INTO thread VALUES(?1, ?2)", params![thread, json])
         }
         Change::Dispatch { .. }
+        | Change::Found { .. }
         | Change::Recall { .. }
         | Change::Stopped { .. }
         | Change::Done { .. }

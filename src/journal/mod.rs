@@ -11,6 +11,7 @@ mod prune;
 mod reader;
 mod recover;
 mod schema;
+mod time;
 mod trouble;
 mod types;
 mod writer;
@@ -35,7 +36,7 @@ pub use types::{
 };
 
 use crate::bus::{EventStore, Publisher, StoredEvent};
-use crate::clock::{UnixMs, now_ms};
+use crate::clock::UnixMs;
 use crate::error::{Code, Error, Result};
 use crate::ids::{EventId, MessageUuid, SessionId, TurnId};
 use crate::inbox::{Image, Message};
@@ -106,6 +107,7 @@ pub(in crate::journal) struct Shared {
     closed_now: Condvar,
     counters: Counters,
     readers: Readers,
+    time: time::JournalTime,
 }
 
 impl Shared {
@@ -230,6 +232,8 @@ impl Journal {
         let (db, epoch) = schema::open_writer(&path, busy, options.pages_max)?;
         let (recovered, ledger) = recover::recover(&db, epoch)
             .map_err(|e| Error::internal(format!("journal {}: {}", path.display(), trouble::words(&e))))?;
+        let time = time::JournalTime::open(&db)
+            .map_err(|e| Error::internal(format!("journal {}: {}", path.display(), trouble::words(&e))))?;
         let (jobs, waiting) = unbounded();
         let shared = Arc::new(Shared {
             places: AtomicUsize::new(0),
@@ -244,6 +248,7 @@ impl Journal {
             closed_now: Condvar::new(),
             counters: Counters::default(),
             readers: Readers::new(path.clone(), busy),
+            time,
         });
         let claim_age_ms = options.claim_age_ms;
         let writer = Writer {
@@ -333,7 +338,7 @@ impl Journal {
         if crate::model::is_on() {
             return Ok(crate::model::claim_answer(claim).map(Ok));
         }
-        self.shared.readers.claim_answer(claim, now_ms() - self.claim_age_ms)
+        self.shared.readers.claim_answer(claim, self.shared.time.now() - self.claim_age_ms)
     }
 
     /// What is accepted, dispatched or failed in `session`, in the order of delivery.
@@ -360,12 +365,22 @@ impl Journal {
         self.shared.readers.message(message)
     }
 
-    /// What was delivered in `session` (under any of its ids) since `since_ms`, oldest first.
+    /// What was delivered in `session` (under any of its ids) within the last `within_ms` milliseconds, oldest first.
+    /// Setting the wall clock changes nothing about it.
     ///
     /// # Errors
     /// The journal cannot be read.
-    pub fn delivered_since(&self, session: &SessionId, since_ms: UnixMs) -> Result<Vec<(MessageUuid, TurnId)>> {
+    pub fn delivered_within(&self, session: &SessionId, within_ms: i64) -> Result<Vec<(MessageUuid, TurnId)>> {
+        let since_ms: UnixMs = self.shared.time.now().saturating_sub(within_ms);
         self.shared.readers.delivered_since(session, since_ms)
+    }
+
+    /// True if a turn of `session` (under any of its ids) was ever delivered, as far as the journal remembers: a day.
+    ///
+    /// # Errors
+    /// The journal cannot be read.
+    pub fn has_delivered(&self, session: &SessionId) -> Result<bool> {
+        Ok(!self.shared.readers.delivered_since(session, UnixMs::MIN)?.is_empty())
     }
 
     /// What a thread's message was answered.

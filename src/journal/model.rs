@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
 use super::reader::Readers;
+use super::time::JournalTime;
 use super::writer::Job;
 use super::{Counters, Journal, JournalOptions, Shared};
 use crate::error::Result;
@@ -36,6 +37,7 @@ impl Journal {
             closed_now: Condvar::new(),
             counters: Counters::default(),
             readers: Readers::new(PathBuf::new(), Duration::ZERO),
+            time: JournalTime::at_zero(),
         });
         let theirs = Arc::clone(&shared);
         threads::spawn(const { Name::fixed("journal") }, SMALL_STACK_BYTES, OnPanic::Contain, move || {

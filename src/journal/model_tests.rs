@@ -281,6 +281,7 @@ impl Round {
             turn: turn.clone(),
             members: members.clone(),
             attempt: attempts,
+            agent: None,
         };
         self.change(change).unwrap();
         let stopped = self.model.places[s].turn.as_ref().is_some_and(|t| t.stopped);
@@ -299,7 +300,7 @@ impl Round {
                 let turn = place.turn.as_ref().filter(|t| t.members.contains(&row.message));
                 assert_eq!(row.turn, turn.map(|t| t.turn.clone()));
             }
-            let mut delivered = self.desk.journal.delivered_since(&sid(session), 0).unwrap();
+            let mut delivered = self.desk.journal.delivered_within(&sid(session), i64::MAX).unwrap();
             let mut want = place.delivered.clone();
             delivered.sort();
             want.sort();

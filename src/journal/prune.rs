@@ -6,7 +6,7 @@ use rusqlite::{Connection, params};
 use super::ledger::run;
 use super::trouble::Faults;
 use super::types::JournalOptions;
-use crate::clock::{UnixMs, rfc3339};
+use crate::clock::{UnixMs, now_ms, rfc3339};
 
 /// Rows looked at in one step: about a millisecond of work.
 const ROWS_PER_STEP: i64 = 500;
@@ -42,14 +42,14 @@ pub(super) struct Pruned {
 }
 
 /// True if an event is due, by age or by size; reads only.
-pub(super) fn events_due(db: &Connection, options: &JournalOptions, now: UnixMs) -> rusqlite::Result<bool> {
+pub(super) fn events_due(db: &Connection, options: &JournalOptions) -> rusqlite::Result<bool> {
     if is_over(db, options)? {
         return Ok(true);
     }
     let oldest: Option<String> = db
         .prepare_cached("SELECT max(at) FROM (SELECT at FROM event ORDER BY id LIMIT 1)")?
         .query_row([], |row| row.get(0))?;
-    Ok(oldest.is_some_and(|at| at < rfc3339(now - options.event_age_ms)))
+    Ok(oldest.is_some_and(|at| at < rfc3339(now_ms() - options.event_age_ms)))
 }
 
 fn is_over(db: &Connection, options: &JournalOptions) -> rusqlite::Result<bool> {
@@ -65,7 +65,8 @@ fn is_over(db: &Connection, options: &JournalOptions) -> rusqlite::Result<bool> 
     Ok(matches!((oldest, newest), (Some(oldest), Some(newest)) if newest - oldest >= EVENTS_KEPT_MIN))
 }
 
-/// One step inside a transaction of the caller.
+/// One step inside a transaction of the caller; `now` is the journal's time. Events are aged by the wall clock that
+/// their own times are of: a reader whose cursor is gone with them is told so (`resync`).
 pub(super) fn step(
     db: &Connection,
     faults: &Faults,
@@ -78,7 +79,7 @@ pub(super) fn step(
     // The newest of the oldest rows that is due: rows of other programs may carry odd times.
     let upto: Option<i64> = db
         .prepare_cached("SELECT max(id) FROM (SELECT id, at FROM event ORDER BY id LIMIT ?1) WHERE ?2 OR at < ?3")?
-        .query_row(params![ROWS_PER_STEP, over, rfc3339(now - options.event_age_ms)], |row| row.get(0))?;
+        .query_row(params![ROWS_PER_STEP, over, rfc3339(now_ms() - options.event_age_ms)], |row| row.get(0))?;
     if let Some(upto) = upto {
         let gone = run(db, faults, "DELETE FROM event WHERE id<=?1", [upto])? as u64;
         pruned.events = gone;

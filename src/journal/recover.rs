@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use rusqlite::Connection;
 
-use super::ledger::{Ledger, Open, OpenTurn, id, join};
+use super::ledger::{Ledger, Open, OpenTurn, id, join, maybe_id};
 use super::reader::{members, message_of};
 use super::types::{Owed, OwedTurn, Recovered, SessionRow};
 use crate::ids::{MessageId, MessageUuid, SessionId, TurnId};
@@ -20,7 +20,8 @@ pub(super) fn recover(db: &Connection, epoch: String) -> rusqlite::Result<(Recov
     let mut all = Recovered { epoch, head: head(db)?, ..Recovered::default() };
     all.sessions = rows(
         db,
-        "SELECT session, thread, created_ms, last_used_ms, label, resumable FROM session ORDER BY last_used_ms DESC",
+        "SELECT session, thread, created_ms, last_used_ms, label, resumable, folder, anchor FROM session
+         ORDER BY last_used_ms DESC",
         |row| {
             Ok(SessionRow {
                 session: id(row, 0, SessionId::parse)?,
@@ -29,6 +30,8 @@ pub(super) fn recover(db: &Connection, epoch: String) -> rusqlite::Result<(Recov
                 last_used_ms: row.get(3)?,
                 label: row.get(4)?,
                 resumable: row.get(5)?,
+                folder: row.get(6)?,
+                anchor: maybe_id(row, 7, TurnId::parse)?,
             })
         },
     )?;
@@ -76,6 +79,7 @@ struct TurnRow {
     attempts: u32,
     dispatched: bool,
     stopped: bool,
+    agent: Option<String>,
 }
 
 fn owed(db: &Connection, all: &mut Vec<Owed>, ledger: &mut Ledger) -> rusqlite::Result<()> {
@@ -104,7 +108,7 @@ fn owed(db: &Connection, all: &mut Vec<Owed>, ledger: &mut Ledger) -> rusqlite::
             in_order.push(Waiting { message, session, failed, alone: row.get(9)?, thread: row.get(11)? });
         }
     }
-    let turns = rows(db, "SELECT turn, session, members, attempts, dispatched, stopped FROM turn", |row| {
+    let turns = rows(db, "SELECT turn, session, members, attempts, dispatched, stopped, agent FROM turn", |row| {
         Ok(TurnRow {
             turn: id(row, 0, TurnId::parse)?,
             session: id(row, 1, SessionId::parse)?,
@@ -112,6 +116,7 @@ fn owed(db: &Connection, all: &mut Vec<Owed>, ledger: &mut Ledger) -> rusqlite::
             attempts: row.get(3)?,
             dispatched: row.get(4)?,
             stopped: row.get(5)?,
+            agent: row.get(6)?,
         })
     })?;
     let by_uuid: HashMap<&MessageUuid, &Waiting> = in_order.iter().map(|w| (&w.message.uuid, w)).collect();
@@ -148,6 +153,7 @@ fn owed(db: &Connection, all: &mut Vec<Owed>, ledger: &mut Ledger) -> rusqlite::
             attempts: row.attempts,
             stopped: row.stopped,
             dispatched: row.dispatched,
+            agent: row.agent,
         });
         let open = OpenTurn { session: row.session, members: row.members, dispatched: row.dispatched };
         ledger.turns.insert(row.turn, open);

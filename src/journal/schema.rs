@@ -58,6 +58,12 @@ const MIGRATIONS: &[&str] = &["
     CREATE TABLE thread(thread TEXT PRIMARY KEY, json TEXT NOT NULL) WITHOUT ROWID;
     CREATE TABLE answer(
         uuid TEXT PRIMARY KEY, at_ms INTEGER NOT NULL, success INTEGER NOT NULL, responses TEXT NOT NULL) WITHOUT ROWID;
+", "
+    -- Which agent a turn was handed to: what its silence in a transcript means depends on that.
+    ALTER TABLE turn ADD COLUMN agent TEXT;
+    -- The project folder that the transcript was seen in, and the last turn of ours that was seen in it.
+    ALTER TABLE session ADD COLUMN folder TEXT;
+    ALTER TABLE session ADD COLUMN anchor TEXT;
 "];
 
 /// Where the journal of the state directory `dir` lies.

@@ -86,7 +86,7 @@ impl Desk {
     pub fn dispatch(&self, session: &str, members: &[&MessageUuid]) -> TurnId {
         let turn = TurnId::of(members[0]);
         let members = members.iter().map(|m| (*m).clone()).collect();
-        let change = Change::Dispatch { session: sid(session), turn: turn.clone(), members, attempt: 1 };
+        let change = Change::Dispatch { session: sid(session), turn: turn.clone(), members, attempt: 1, agent: None };
         self.submit(vec![change], vec![event("chat-message-dispatched")]).unwrap();
         turn
     }
@@ -127,7 +127,8 @@ pub(super) fn acceptance(session: &str, text: &str, claim: Option<&str>) -> Acce
 }
 
 fn with_images(session: &str, text: &str, claim: Option<&str>, images: Vec<Image>) -> Acceptance {
-    let message = Message { uuid: MessageUuid::fresh(), text: text.into(), images, user: None, at_ms: now_ms() };
+    let message =
+        Message { uuid: MessageUuid::fresh(), text: text.into(), images, user: None, at_ms: crate::clock::now_ms() };
     Acceptance {
         session: sid(session),
         claim: claim
@@ -256,20 +257,24 @@ fn a_turn_goes_through_dispatch_recall_dispatch_and_done_with_its_members_and_id
     assert_eq!(desk.journal.pending(&sid("s")).unwrap()[1].turn, Some(turn.clone()));
     let desk = desk.again();
     assert!(!desk.recovered.owed[0].turn.as_ref().unwrap().dispatched);
-    let again =
-        |members: Vec<MessageUuid>| Change::Dispatch { session: sid("s"), turn: turn.clone(), members, attempt: 2 };
+    let again = |members: Vec<MessageUuid>| Change::Dispatch {
+        session: sid("s"),
+        turn: turn.clone(),
+        members,
+        attempt: 2,
+        agent: None,
+    };
     // Another set of members under the same id would be a re-merge.
     assert!(desk.submit(vec![again(vec![a.clone(), b.clone(), c.clone()])], vec![]).is_err());
     desk.submit(vec![again(vec![a.clone(), b.clone()]), Change::Stopped { turn: turn.clone() }], vec![]).unwrap();
     let desk = desk.again();
     let owed = desk.recovered.owed[0].turn.as_ref().unwrap();
     assert_eq!((owed.attempts, owed.stopped), (2, true));
-    let before = now_ms();
     desk.submit(vec![Change::Done { turn: turn.clone(), outcome: "interrupted".into() }], vec![]).unwrap();
     assert_eq!(desk.states("s"), [("c".to_owned(), "accepted")]);
-    let delivered = desk.journal.delivered_since(&sid("s"), before).unwrap();
+    let delivered = desk.journal.delivered_within(&sid("s"), 60_000).unwrap();
     assert_eq!(delivered, [(a, turn.clone()), (b, turn)]);
-    assert_eq!(desk.journal.delivered_since(&sid("s"), now_ms() + 1000).unwrap(), []);
+    assert_eq!(desk.journal.delivered_within(&sid("s"), -1000).unwrap(), []);
 }
 
 #[test]
@@ -277,7 +282,8 @@ fn a_second_turn_is_refused_while_one_is_unfinished_and_nothing_of_its_unit_is_w
     let desk = Desk::new();
     let (a, b) = (desk.say("s", "a"), desk.say("s", "b"));
     desk.dispatch("s", &[&a]);
-    let second = Change::Dispatch { session: sid("s"), turn: TurnId::of(&b), members: vec![b.clone()], attempt: 1 };
+    let second =
+        Change::Dispatch { session: sid("s"), turn: TurnId::of(&b), members: vec![b.clone()], attempt: 1, agent: None };
     let row = Change::SetState { key: "k".into(), value: "v".into() };
     let refused = desk.submit(vec![row, second], vec![event("never")]).unwrap_err();
     assert_eq!(refused.code(), Code::Internal);
@@ -362,6 +368,8 @@ fn facts_of_sessions_survive_a_restart() {
         last_used_ms: 2,
         label: Some("a label".into()),
         resumable: true,
+        folder: Some("-srv-box".into()),
+        anchor: Some(TurnId::fresh()),
     };
     let a = desk.say("s", "a");
     let changes = vec![
@@ -390,7 +398,7 @@ fn facts_of_sessions_survive_a_restart() {
     assert_eq!(desk.journal.thread_answer(&a).unwrap(), Some(answer));
     let turn = desk.dispatch("late", &[&a]);
     desk.submit(vec![Change::Done { turn, outcome: "success".into() }], vec![]).unwrap();
-    assert_eq!(desk.journal.delivered_since(&sid("late"), 0).unwrap().len(), 1);
+    assert_eq!(desk.journal.delivered_within(&sid("late"), i64::MAX).unwrap().len(), 1);
 }
 
 #[test]

@@ -120,6 +120,19 @@ pub enum Change {
         members: Vec<MessageUuid>,
         /// 1 for the first time.
         attempt: u32,
+        /// Which agent it goes to, in whatever words the caller tells agents apart.
+        agent: Option<String>,
+    },
+    /// Accepted messages turned out to be delivered already, as one turn; their contents are dropped.
+    Found {
+        /// Whose.
+        session: SessionId,
+        /// The turn.
+        turn: TurnId,
+        /// Which; those already gone are passed over.
+        messages: Vec<MessageUuid>,
+        /// How it ended.
+        outcome: String,
     },
     /// A counted death before the agent recorded it: accepted again, its members, their order and its id kept.
     Recall {
@@ -244,6 +257,10 @@ pub struct SessionRow {
     pub label: Option<String>,
     /// It had a transcript: without one it is gone.
     pub resumable: bool,
+    /// The project folder of the agent's home that its transcript was seen in last.
+    pub folder: Option<String>,
+    /// The last turn of ours that was seen in the transcript.
+    pub anchor: Option<TurnId>,
 }
 
 /// Changes and the events that tell them: one transaction.
@@ -349,6 +366,8 @@ pub struct OwedTurn {
     pub stopped: bool,
     /// True if it may be at an agent; false if it was recalled.
     pub dispatched: bool,
+    /// Which agent it was handed to, as [`Change::Dispatch`] had it.
+    pub agent: Option<String>,
 }
 
 /// Every limit of the journal.

@@ -18,11 +18,12 @@ use super::prune::{self, Walk};
 use super::reader::events_between;
 use super::recover::head;
 use super::schema;
+use super::time::KEPT_EVERY_MS;
 use super::trouble::{cannot_record, may_pass, words};
 use super::types::{AcceptOutcome, Acceptance, Change, JournalOptions, KeptEvent, Unit};
 use super::{Done, Places, Shared};
 use crate::bus::Publisher;
-use crate::clock::{now_ms, rfc3339};
+use crate::clock::{UnixMs, now_ms, rfc3339};
 use crate::error::{Code, Error, Result};
 use crate::ids::EventId;
 use crate::sync::{Receiver, RecvTimeoutError};
@@ -134,6 +135,8 @@ pub(super) struct Times {
     wal_pages_max: i32,
     /// No checkpoint before, after one that failed.
     checkpoint_at: Instant,
+    /// The journal's time when it was kept last in this life.
+    kept_ms: Option<UnixMs>,
     closed: bool,
 }
 
@@ -153,6 +156,7 @@ impl Times {
             moved_pages: 0,
             wal_pages_max: WAL_PAGES_MAX,
             checkpoint_at: now,
+            kept_ms: None,
             closed: false,
         }
     }
@@ -327,6 +331,7 @@ impl Writer {
             }
             Err(_) => {
                 self.ledger.rolled_back();
+                self.times.kept_ms = None;
                 self.shared.count(|n| &n.failures, 1);
                 // SQLite rolls back by itself after some errors. A connection that cannot even do that is not kept.
                 let _ = db.is_autocommit() || db.execute_batch("ROLLBACK").is_ok();
@@ -451,9 +456,13 @@ impl Writer {
     /// Inside the transaction: every job's rows.
     fn write(&mut self, db: &Connection, batch: &[Job]) -> rusqlite::Result<Batch> {
         let faults = self.options.faults.clone();
-        let now = now_ms();
-        let at = rfc3339(now);
+        let now = self.shared.time.now();
+        let at = rfc3339(now_ms());
         faults.check()?;
+        if self.times.kept_ms.is_none_or(|kept| now - kept >= KEPT_EVERY_MS) {
+            self.shared.time.keep(db)?;
+            self.times.kept_ms = Some(now);
+        }
         let foreign_upto = head(db)?;
         let mut last = foreign_upto;
         let mut came = Vec::with_capacity(batch.len());
@@ -664,14 +673,14 @@ impl Writer {
         // Also without a connection: a due time that stays in the past would make the thread spin.
         self.times.prune_at = Instant::now() + gap;
         let Some(db) = &self.db else { return };
-        let now = now_ms();
+        let now = self.shared.time.now();
         if !self.times.walk.is_under_way() {
             if self.times.prunes.is_multiple_of(PRUNES_PER_WALK) {
                 self.times.walk.begin();
             }
             self.times.prunes += 1;
         }
-        let due = self.times.walk.is_under_way() || prune::events_due(db, &self.options, now).unwrap_or(false);
+        let due = self.times.walk.is_under_way() || prune::events_due(db, &self.options).unwrap_or(false);
         if due {
             let result = self.transaction(|this, db| {
                 let mut walk = this.times.walk.clone();

@@ -63,6 +63,8 @@ pub enum Fact<R> {
         run: RunNo,
         /// It had said something.
         spoke: bool,
+        /// It said in words we know that it does not start, and so read nothing of what it was given.
+        refused: bool,
         /// Why it could not start, in words.
         error: Option<String>,
         /// The conversation cannot be resumed, ever: what waits fails with `error`.
@@ -70,6 +72,16 @@ pub enum Fact<R> {
     },
     /// The transcript was searched for a turn.
     LookedUp(TurnId, Seen),
+    /// The transcript was searched for the queue that a dead server left: what of it was delivered already, and of what
+    /// nobody can know.
+    QueueLookedUp {
+        /// Turns of it that the agent recorded, in order.
+        found: Vec<FoundTurn>,
+        /// Messages that may have been part of one.
+        unsure: Vec<MessageUuid>,
+        /// Why nobody can know it of those.
+        why: Unknown,
+    },
     /// A pause is over.
     RetryDue,
     /// A person asks to stop.
@@ -94,8 +106,47 @@ pub enum Seen {
     Unfinished,
     /// Not there: safe to send again.
     Absent,
-    /// Nobody can know (the agent does not keep our uuids, or the file cannot be read).
-    Unknowable,
+    /// Nobody can know.
+    Unknowable(Unknown),
+}
+
+/// Why nobody can know whether an agent has a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unknown {
+    /// This program, in this home, was never seen to keep our messages' ids where we read.
+    NotProven,
+    /// There was a transcript, and it is gone.
+    Gone,
+    /// The transcript is no longer the one that the agent wrote: what was in it before is not there.
+    NotTheSameFile,
+    /// The transcript is there and cannot be read, or not far enough.
+    Unreadable,
+}
+
+impl Unknown {
+    /// In words for a person.
+    #[must_use]
+    pub fn words(self) -> &'static str {
+        match self {
+            Unknown::NotProven => "this agent was never seen to keep our messages in its transcript",
+            Unknown::Gone => "the transcript of this conversation is gone",
+            Unknown::NotTheSameFile => "the transcript was shortened or is another file than before",
+            Unknown::Unreadable => "the transcript cannot be read",
+        }
+    }
+
+    fn error(self) -> String {
+        format!("nobody can know whether the agent had the message ({}); retry by hand", self.words())
+    }
+}
+
+/// A turn of waiting messages that the agent turned out to have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FoundTurn {
+    /// Its messages, in order; the first one's id is the turn's.
+    pub members: Vec<MessageUuid>,
+    /// It was answered to its end.
+    pub finished: bool,
 }
 
 /// How a turn ended, for the ledger and the bus.
@@ -156,6 +207,17 @@ pub enum Effect<R> {
         turn: TurnId,
         /// Its messages.
         members: Vec<Arc<Message>>,
+    },
+    /// Search the transcript for these waiting messages, then report [`Fact::QueueLookedUp`].
+    LookUpQueue(Vec<Arc<Message>>),
+    /// Waiting messages turned out to be delivered already, as one turn.
+    Found {
+        /// The turn.
+        turn: TurnId,
+        /// Its messages, in order.
+        members: Vec<Arc<Message>>,
+        /// It was answered to its end.
+        finished: bool,
     },
     /// A turn of ours is over, or this try of it.
     End {
@@ -264,6 +326,19 @@ pub struct Machine<R> {
     paused: bool,
     halted: bool,
     draining: bool,
+    /// The queue is a dead server's, and the transcript was not asked for it yet.
+    queue: Queue,
+}
+
+/// What is known of a queue that a dead server left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Queue {
+    /// It is ours, or was looked up.
+    Known,
+    /// A message of it may be delivered already.
+    Unsure,
+    /// The transcript is being searched.
+    Asked,
 }
 
 impl<R: RunRef> Default for Machine<R> {
@@ -284,6 +359,7 @@ impl<R: RunRef> Default for Machine<R> {
             paused: false,
             halted: false,
             draining: false,
+            queue: Queue::Known,
         }
     }
 }
@@ -300,7 +376,8 @@ impl<R: RunRef> Machine<R> {
             unsure: true,
             asked: false,
         });
-        let mut machine = Self { owed, ..Self::default() };
+        let asks = if queue.is_empty() { Queue::Known } else { Queue::Unsure };
+        let mut machine = Self { owed, queue: asks, ..Self::default() };
         for message in queue {
             let alone = alone.contains(&message.uuid);
             machine.inbox.push_recorded(message, alone);
@@ -502,8 +579,11 @@ impl<R: RunRef> Machine<R> {
                     out.push(Effect::Changed);
                 }
             }
-            Fact::RunEnded { run, spoke, error, hopeless } => self.run_ended(run, spoke, error, hopeless, out)?,
+            Fact::RunEnded { run, spoke, refused, error, hopeless } => {
+                self.run_ended(run, spoke, refused, error, hopeless, out)?;
+            }
             Fact::LookedUp(turn, seen) => self.looked_up(&turn, seen, out)?,
+            Fact::QueueLookedUp { found, unsure, why } => self.queue_looked_up(found, &unsure, why, out)?,
             Fact::RetryDue => {
                 self.paused = false;
                 self.advance(out)?;
@@ -534,6 +614,9 @@ impl<R: RunRef> Machine<R> {
     }
 
     fn has_work(&self) -> bool {
+        if self.queue != Queue::Known {
+            return false;
+        }
         match &self.owed {
             Some(owed) => !owed.unsure,
             None => self.inbox.has_visible(),
@@ -554,6 +637,12 @@ impl<R: RunRef> Machine<R> {
                     if !std::mem::replace(&mut owed.asked, true) {
                         out.push(Effect::LookUp { turn: owed.turn.clone(), members: owed.members.clone() });
                     }
+                    return Ok(());
+                }
+                if self.queue == Queue::Unsure {
+                    // Behind the owed turn: what it decides may put messages back into the queue.
+                    self.queue = Queue::Asked;
+                    out.push(Effect::LookUpQueue(self.inbox.recorded_messages()));
                     return Ok(());
                 }
                 if self.may_start() {
@@ -694,6 +783,7 @@ impl<R: RunRef> Machine<R> {
         &mut self,
         run: RunNo,
         spoke: bool,
+        refused: bool,
         error: Option<String>,
         hopeless: bool,
         out: &mut Vec<Effect<R>>,
@@ -712,6 +802,9 @@ impl<R: RunRef> Machine<R> {
         out.push(Effect::SlotFree);
         if let Some(turn) = self.agent_turn.take() {
             out.push(Effect::AgentTurnEnded(turn, false));
+        }
+        if refused && let Some(flight) = self.turn.as_mut().filter(|t| t.step == Step::Sent) {
+            flight.step = Step::Held;
         }
         match self.turn.as_ref().map(|t| t.step) {
             Some(Step::Sent) => {
@@ -761,10 +854,8 @@ impl<R: RunRef> Machine<R> {
             Seen::Absent if owed.deaths + 1 < DEATHS_MAX => EndHow::Again,
             Seen::Absent if owed.members.len() > 1 => EndHow::Split,
             Seen::Absent => EndHow::Failed(format!("the agent died {DEATHS_MAX} times before it recorded the message")),
-            Seen::Unknowable if owed.stopped => EndHow::Cleared,
-            Seen::Unknowable => {
-                EndHow::Failed("the agent died, and nobody can know whether it had the message; retry by hand".into())
-            }
+            Seen::Unknowable(_) if owed.stopped => EndHow::Cleared,
+            Seen::Unknowable(why) => EndHow::Failed(why.error()),
         };
         out.push(Effect::End { turn: owed.turn.clone(), members: owed.members.clone(), how: how.clone() });
         match how {
@@ -775,6 +866,29 @@ impl<R: RunRef> Machine<R> {
             }
             EndHow::Split => self.inbox.put_back(owed.members, true),
             EndHow::Result | EndHow::Recovered | EndHow::BrokeOff | EndHow::Cleared | EndHow::Failed(_) => {}
+        }
+        out.push(Effect::Changed);
+        self.advance(out)
+    }
+
+    fn queue_looked_up(
+        &mut self,
+        found: Vec<FoundTurn>,
+        unsure: &[MessageUuid],
+        why: Unknown,
+        out: &mut Vec<Effect<R>>,
+    ) -> Result<(), InvariantError> {
+        self.queue = Queue::Known;
+        for FoundTurn { members, finished } in found {
+            // One that a person cleared meanwhile is no longer there.
+            let members: Vec<_> = members.iter().filter_map(|uuid| self.inbox.take_out(uuid)).collect();
+            if let Some(first) = members.first() {
+                out.push(Effect::Found { turn: TurnId::of(&first.uuid), members, finished });
+            }
+        }
+        let lost: Vec<_> = unsure.iter().filter_map(|uuid| self.inbox.take_out(uuid)).collect();
+        if !lost.is_empty() {
+            out.push(Effect::Failed(lost, why.error()));
         }
         out.push(Effect::Changed);
         self.advance(out)

@@ -43,6 +43,7 @@ struct World {
     agent_turn: Option<TurnId>,
     recorded: BTreeSet<String>,
     look_ups: Vec<(TurnId, Vec<String>)>,
+    queue_look_ups: Vec<Vec<String>>,
     timers: usize,
     stops: usize,
     log: Vec<String>,
@@ -99,6 +100,14 @@ impl World {
             Effect::LookUp { turn, members } => {
                 assert!(self.alive.is_none(), "searched before the agent is gone: {}", self.story());
                 self.look_ups.push((turn, names(&members)));
+            }
+            Effect::LookUpQueue(members) => {
+                assert!(self.alive.is_none(), "searched before the agent is gone: {}", self.story());
+                self.queue_look_ups.push(names(&members));
+            }
+            Effect::Found { turn, members, .. } => {
+                assert_eq!(turn.as_str(), names(&members)[0], "{}", self.story());
+                self.settle(&members, Fate::Done);
             }
             Effect::End { members, how, .. } => {
                 let fate = match how {
@@ -166,7 +175,7 @@ impl World {
 
     fn start_fails(&mut self) {
         if let Some(run) = self.starting.take() {
-            self.apply(Fact::RunEnded { run, spoke: false, error: Some("no".into()), hopeless: false });
+            self.apply(Fact::RunEnded { run, spoke: false, refused: false, error: Some("no".into()), hopeless: false });
         }
     }
 
@@ -216,7 +225,7 @@ impl World {
         if let Some(run) = self.alive.take() {
             self.at_agent = None;
             self.agent_turn = None;
-            self.apply(Fact::RunEnded { run, spoke, error: None, hopeless: false });
+            self.apply(Fact::RunEnded { run, spoke, refused: false, error: None, hopeless: false });
         }
     }
 
@@ -257,6 +266,9 @@ impl World {
                 self.dies(true);
             }
             self.look_up();
+            for _ in self.queue_look_ups.drain(..).collect::<Vec<_>>() {
+                self.apply(Fact::QueueLookedUp { found: vec![], unsure: vec![], why: Unknown::Unreadable });
+            }
             self.timer();
         }
     }
@@ -477,7 +489,7 @@ fn a_conversation_that_cannot_be_resumed_fails_what_waits() {
     world.send();
     world.grant();
     let run = world.starting.take().unwrap();
-    world.apply(Fact::RunEnded { run, spoke: false, error: Some("gone".into()), hopeless: true });
+    world.apply(Fact::RunEnded { run, spoke: false, refused: false, error: Some("gone".into()), hopeless: true });
     assert_eq!(world.fates["m1"], Fate::Failed);
     assert_eq!(world.timers, 0);
 }
@@ -550,7 +562,7 @@ fn reports_of_an_old_run_are_ignored() {
     let mut world = World::streaming();
     let turn = world.at_agent.clone().unwrap().0;
     world.apply(Fact::TurnEnded(RunNo(99), turn));
-    world.apply(Fact::RunEnded { run: RunNo(99), spoke: true, error: None, hopeless: false });
+    world.apply(Fact::RunEnded { run: RunNo(99), spoke: true, refused: false, error: None, hopeless: false });
     assert_eq!(world.phase(), PhaseKind::Streaming);
 }
 
@@ -558,7 +570,12 @@ fn reports_of_an_old_run_are_ignored() {
 fn what_the_journal_recovered_is_looked_up_before_anything_goes_out() {
     let turn = TurnId::parse("m1").unwrap();
     let owed = Some(OwedTurn { turn, members: vec![message(1), message(2)], deaths: 0, stopped: false });
-    for (seen, sent) in [(Seen::Absent, vec![vec!["m1", "m2"], vec!["m3"]]), (Seen::Finished, vec![vec!["m3"]])] {
+    let unknown = Seen::Unknowable(Unknown::NotProven);
+    for (seen, sent) in [
+        (Seen::Absent, vec![vec!["m1", "m2"], vec!["m3"]]),
+        (Seen::Finished, vec![vec!["m3"]]),
+        (unknown, vec![vec!["m3"]]),
+    ] {
         let mut world = World { machine: Machine::recovered(owed.clone(), vec![message(3)], &[]), ..World::default() };
         world.next_message = 3;
         world.fates = ["m1", "m2", "m3"].map(|m| (m.to_owned(), Fate::Accepted)).into();
@@ -568,7 +585,44 @@ fn what_the_journal_recovered_is_looked_up_before_anything_goes_out() {
         world.apply(Fact::LookedUp(turn, seen));
         world.settle_down();
         assert_eq!(world.sent_turns, sent);
+        assert_eq!(world.fates["m1"], if seen == unknown { Fate::Failed } else { Fate::Done });
     }
+}
+
+#[test]
+fn a_queue_that_a_dead_server_left_is_looked_up_before_its_first_byte() {
+    let queue: Vec<_> = (1..=4).map(message).collect();
+    let mut world = World { machine: Machine::recovered(None, queue, &[]), ..World::default() };
+    world.next_message = 4;
+    world.fates = ["m1", "m2", "m3", "m4"].map(|m| (m.to_owned(), Fate::Accepted)).into();
+    world.apply(Fact::RetryDue);
+    assert!(!world.wants_slot && world.queue_look_ups == [["m1", "m2", "m3", "m4"]]);
+    // What comes meanwhile waits behind it, and a person's restart hurries nothing.
+    world.send();
+    world.apply(Fact::Restart);
+    assert!(!world.wants_slot && world.queue_look_ups.len() == 1);
+    let found = vec![FoundTurn { members: vec![message(1).uuid.clone(), message(2).uuid.clone()], finished: true }];
+    let unsure = vec![message(3).uuid.clone()];
+    world.apply(Fact::QueueLookedUp { found, unsure, why: Unknown::Unreadable });
+    world.settle_down();
+    assert_eq!(world.sent_turns, [["m4", "m5"]]);
+    assert_eq!(["m1", "m2", "m3"].map(|m| world.fates[m]), [Fate::Done, Fate::Done, Fate::Failed]);
+}
+
+#[test]
+fn a_queue_that_is_cleared_while_it_is_looked_up_stays_cleared() {
+    let mut world = World { machine: Machine::recovered(None, vec![message(1)], &[]), ..World::default() };
+    world.next_message = 1;
+    world.fates = [("m1".to_owned(), Fate::Accepted)].into();
+    world.apply(Fact::RetryDue);
+    world.stops += 1;
+    world.apply(Fact::Stop);
+    assert_eq!(world.fates["m1"], Fate::Cleared);
+    let found = vec![FoundTurn { members: vec![message(1).uuid.clone()], finished: true }];
+    world.apply(Fact::QueueLookedUp { found, unsure: Vec::new(), why: Unknown::Unreadable });
+    world.send();
+    world.settle_down();
+    assert_eq!(world.sent_turns, [["m2"]]);
 }
 
 #[test]

@@ -103,14 +103,15 @@ pub fn send(registry: &Arc<Registry>, word: &Word, draft: Draft) -> Result<Sent>
 
 /// A conversation whose transcript is gone is told before acceptance.
 fn ensure_resumable(session: &Session) -> Result<()> {
-    let (id, resumable) = {
+    let (id, resumable, has_run) = {
         let state = session.state();
-        (state.id.clone(), state.resumable)
+        (state.id.clone(), state.resumable, state.machine.phase().run().is_some())
     };
     if resumable && session.context.archive.path_of(&id).is_none() {
         return Err(Error::new(Code::SessionGone, format!("the transcript of conversation {id} is gone")));
     }
-    Ok(())
+    // No agent could go on with what is no transcript; one that has begun reads it no more.
+    if has_run { Ok(()) } else { session.context.archive.ensure_readable(&id) }
 }
 
 fn seeds(list: &[(String, String)]) -> Result<Option<Features>> {

@@ -4,7 +4,6 @@
 //! block), so that the order of records and events is the order of transitions; everything else happens after unlock.
 
 use std::collections::VecDeque;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
@@ -14,14 +13,14 @@ use super::Context;
 use super::features::{Features, with_snapshot};
 use super::listener::Listener;
 use super::thread::Responses;
-use crate::agent::{Run, RunSpec, Turn, TurnEnd};
+use crate::agent::{AgentIdentity, Run, RunSpec, Turn, TurnEnd};
 use crate::clock::{self, UnixMs};
 use crate::error::Result;
 use crate::ids::{MessageUuid, RunNo, SessionId, TurnId};
 use crate::inbox::{self, Message};
 use crate::journal::{Change, KeptEvent, Places, SessionRow, Unit};
 use crate::lifecycle::PhaseKind;
-use crate::lifecycle::machine::{Did, Effect, EndHow, Fact, Machine, RunRef, Seen};
+use crate::lifecycle::machine::{Did, Effect, EndHow, Fact, FoundTurn, Machine, RunRef, Seen, Unknown};
 use crate::sync::{Condvar, Held, Watched, WatchedGuard};
 
 /// Records a turn needs after it was dispatched, at most: marked as stopped, ended, features, agent gone.
@@ -31,6 +30,15 @@ impl RunRef for Run {
     fn no(&self) -> RunNo {
         Run::no(self)
     }
+}
+
+/// What the transcript of a conversation was seen to hold at the end of a turn.
+#[derive(Debug, Clone, Default)]
+pub struct SeenIn {
+    /// The project folder that it lies in; `None` if there is none.
+    pub folder: Option<String>,
+    /// It holds the turn.
+    pub has_turn: bool,
 }
 
 /// Which door a conversation belongs to.
@@ -56,8 +64,18 @@ pub struct State {
     pub created_ms: UnixMs,
     /// First words, for the list.
     pub label: Option<String>,
-    /// The agent has a transcript of it, so the next run resumes.
+    /// A transcript of it was seen, so the next run resumes, and without one it is gone.
     pub resumable: bool,
+    /// The project folder that the transcript was seen in last.
+    pub folder: Option<String>,
+    /// The last turn of ours that was seen in the transcript.
+    pub anchor: Option<TurnId>,
+    /// Which agent the run that is open, or was last, is of.
+    pub agent: Option<AgentIdentity>,
+    /// Which agent the turn whose fate is open was handed to.
+    pub handed_to: Option<AgentIdentity>,
+    /// The agent said that it has this conversation, though no transcript is where we look.
+    pub has_it_elsewhere: bool,
     /// The flags.
     pub features: Features,
     /// Background tasks the agent reported and did not settle.
@@ -82,6 +100,8 @@ pub struct State {
     pub row_kept: bool,
     /// The agent's own account of the turn that just ended.
     end: Option<TurnEnd>,
+    /// The transcript was seen to hold that turn.
+    is_recorded: bool,
     /// Places in the journal's queue for the records this turn will need.
     spare: Option<Places>,
     phase_told: (PhaseKind, usize),
@@ -114,6 +134,7 @@ enum Late {
     Reconcile,
     Start(RunNo, SessionId, bool),
     LookUp(TurnId, Vec<MessageUuid>),
+    LookUpQueue(Vec<Arc<Message>>),
     Watch(PhaseKind, UnixMs),
     ForgetFrames,
     RetryIn(u64),
@@ -131,7 +152,6 @@ impl Session {
         context: Arc<Context>,
         kind: Kind,
         row: &SessionRow,
-        resumable: bool,
         machine: Machine<Run>,
         features: Features,
     ) -> Arc<Self> {
@@ -150,7 +170,12 @@ impl Session {
                     last_used_ms: row.last_used_ms,
                     created_ms: row.created_ms,
                     label: row.label.clone(),
-                    resumable,
+                    resumable: row.resumable,
+                    folder: row.folder.clone(),
+                    anchor: row.anchor.clone(),
+                    agent: None,
+                    handed_to: None,
+                    has_it_elsewhere: false,
                     features,
                     tasks: std::collections::HashSet::new(),
                     pins: 0,
@@ -163,6 +188,7 @@ impl Session {
                     start_error: None,
                     row_kept: false,
                     end: None,
+                    is_recorded: true,
                     spare: None,
                     phase_told: (PhaseKind::Idle, 0),
                 },
@@ -228,11 +254,19 @@ impl Session {
         did
     }
 
-    /// The end of a turn with the agent's own account of it.
-    pub fn apply_end(self: &Arc<Self>, run: RunNo, end: TurnEnd) {
+    /// The end of a turn with the agent's own account of it; `seen_in` is what its transcript was seen to hold.
+    pub fn apply_end(self: &Arc<Self>, run: RunNo, end: TurnEnd, seen_in: SeenIn) {
         let pending = {
             let mut state = self.state.lock();
             let turn = end.turn.clone();
+            state.is_recorded = seen_in.has_turn || end.had_it_already || !end.ours;
+            if seen_in.has_turn && end.ours {
+                state.anchor = Some(turn.clone());
+            }
+            state.resumable |= seen_in.folder.is_some();
+            if seen_in.folder.is_some() {
+                state.folder.clone_from(&seen_in.folder);
+            }
             state.end = Some(end);
             let (pending, _) = self.apply_locked(&mut state, Fact::TurnEnded(run, turn), None);
             state.end = None;
@@ -303,6 +337,11 @@ impl Session {
                         registry.look_up(self, turn, messages);
                     }
                 }
+                Late::LookUpQueue(messages) => {
+                    if let Some(registry) = self.context.registry() {
+                        registry.look_up_queue(self, messages);
+                    }
+                }
                 Late::ForgetFrames => {
                     if let Some(registry) = self.context.registry() {
                         registry.forget_frames_later(self);
@@ -371,6 +410,8 @@ impl Session {
             Effect::LookUp { turn, members } => {
                 late.push(Late::LookUp(turn, members.iter().map(|m| m.uuid.clone()).collect()));
             }
+            Effect::LookUpQueue(messages) => late.push(Late::LookUpQueue(messages)),
+            Effect::Found { turn, members, finished } => self.record_found(state, turn, &members, finished),
             Effect::End { turn, members, how } => self.record_end(state, turn, &members, how, late),
             Effect::AgentTurnEnded(turn, with_result) => {
                 let event = if with_result {
@@ -503,7 +544,14 @@ impl Session {
             data: json!({"sessionId": state.id, "turnId": turn, "messageUuids": uuids}),
         };
         let early = crate::faults::planted("dispatch_before_commit").then(|| Fact::Dispatched(turn.clone()));
-        let change = Change::Dispatch { session: state.id.clone(), turn: turn.clone(), members: uuids, attempt };
+        state.handed_to.clone_from(&state.agent);
+        let change = Change::Dispatch {
+            session: state.id.clone(),
+            turn: turn.clone(),
+            members: uuids,
+            attempt,
+            agent: state.agent.as_ref().map(|agent| agent.as_str().to_owned()),
+        };
         let session: Weak<Self> = Arc::downgrade(self);
         self.context.journal.submit(
             Unit { changes: vec![change], events: vec![event] },
@@ -531,27 +579,31 @@ impl Session {
         let done = |outcome: &str| Change::Done { turn: turn.clone(), outcome: outcome.into() };
         let (mut changes, events, error) = match &how {
             EndHow::Result => {
-                state.resumable = true;
                 let end = state.end.as_ref();
                 let outcome = end.map_or("result", |e| if e.is_error { "error" } else { "success" });
                 let error = end.filter(|e| e.is_error).map(|e| e.errors.join("; "));
                 late.push(Late::Features(std::mem::take(&mut state.said)));
                 // Once a turn, so that the list's order survives a restart.
                 let row = Change::Session(super::registry::row_of(&self.kind, state));
-                (vec![done(outcome), row], vec![complete_event(&id, &turn, end)], error)
+                let mut event = complete_event(&id, &turn, end);
+                if !state.is_recorded {
+                    event.data["recorded"] = json!(false);
+                }
+                (vec![done(outcome), row], vec![event], error)
             }
             EndHow::Recovered => {
-                state.resumable = true;
                 let event = KeptEvent {
                     event: "chat-complete",
                     data: json!({"sessionId": id, "turnId": turn, "isError": false, "subtype": "recovered"}),
                 };
-                (vec![done("recovered")], vec![event], None)
+                let row = self.found_in_transcript(state, &turn);
+                (vec![done("recovered"), row], vec![event], None)
             }
             EndHow::BrokeOff => {
-                state.resumable = true;
                 let error = "the agent ended before it finished the turn";
-                (vec![done("interrupted")], vec![failed_event(&id, &turn, &uuids, error, false)], Some(error.into()))
+                let row = self.found_in_transcript(state, &turn);
+                let event = failed_event(&id, &turn, &uuids, error, false);
+                (vec![done("interrupted"), row], vec![event], Some(error.into()))
             }
             EndHow::Again => {
                 let error = "the agent ended before it recorded the turn";
@@ -594,11 +646,44 @@ impl Session {
         self.owe(state, Unit { changes, events });
     }
 
+    /// The row of a conversation whose transcript was found to hold `turn`.
+    fn found_in_transcript(&self, state: &mut State, turn: &TurnId) -> Change {
+        state.resumable = true;
+        state.anchor = Some(turn.clone());
+        Change::Session(super::registry::row_of(&self.kind, state))
+    }
+
+    /// Waiting messages turned out to be delivered: a journal that came back from a backup knows less than the agent.
+    fn record_found(&self, state: &mut State, turn: TurnId, members: &[Arc<Message>], finished: bool) {
+        let uuids: Vec<_> = members.iter().map(|m| m.uuid.clone()).collect();
+        log::warn!("session {}: {} waiting message(s) are in the transcript already", state.id, uuids.len());
+        let row = self.found_in_transcript(state, &turn);
+        let id = state.id.clone();
+        let dispatched = KeptEvent {
+            event: "chat-message-dispatched",
+            data: json!({"sessionId": id, "turnId": turn, "messageUuids": uuids}),
+        };
+        let (outcome, end) = if finished {
+            let data = json!({"sessionId": id, "turnId": turn, "isError": false, "subtype": "recovered"});
+            ("recovered", KeptEvent { event: "chat-complete", data })
+        } else {
+            ("interrupted", failed_event(&id, &turn, &uuids, "the agent ended before it finished the turn", false))
+        };
+        let found = Change::Found { session: id, turn, messages: uuids, outcome: outcome.into() };
+        self.owe(state, Unit { changes: vec![found, row], events: vec![dispatched, end] });
+    }
+
     fn start(self: &Arc<Self>, run: RunNo, id: SessionId, had_transcript: bool) {
-        let resume = self.context.archive.path_of(&id).is_some();
+        let agent = self.context.agent();
+        let has_it_elsewhere = {
+            let mut state = self.state.lock();
+            state.agent = Some(agent);
+            state.has_it_elsewhere
+        };
+        let resume = has_it_elsewhere || self.context.archive.path_of(&id).is_some();
         if had_transcript && !resume {
             let error = Some("the transcript of this conversation is gone, so it cannot be resumed".to_owned());
-            self.apply_reserved(Fact::RunEnded { run, spoke: false, error, hopeless: true });
+            self.apply_reserved(Fact::RunEnded { run, spoke: false, refused: false, error, hopeless: true });
             return;
         }
         let spec = RunSpec {
@@ -608,7 +693,7 @@ impl Session {
             program: self.context.program.clone(),
             box_dir: self.context.config.box_dir.clone(),
             env: self.context.agent_env.clone(),
-            agent_mark: super::recover::mark(&self.context.config.box_dir, &id),
+            mark: self.context.mark.clone(),
             allow_tools: self.context.config.allow_tools,
         };
         match Run::start(spec, Arc::new(Listener::new(self.clone(), run))) {
@@ -622,7 +707,7 @@ impl Session {
             Err(e) => {
                 // No thread to be had: as if the agent could not be started.
                 let error = Some(e.text().to_owned());
-                self.apply_reserved(Fact::RunEnded { run, spoke: false, error, hopeless: false });
+                self.apply_reserved(Fact::RunEnded { run, spoke: false, refused: false, error, hopeless: false });
             }
         }
     }
@@ -641,22 +726,62 @@ impl Session {
         }
     }
 
-    /// What the transcript says of a turn, in the machine's words.
+    /// What the transcripts say of a turn, in the machine's words. If the turn stands in a conversation that nobody knew,
+    /// the agent named itself so before it could tell: this conversation goes on there.
     #[must_use]
-    pub fn seen(&self, ids: &[&str]) -> Seen {
-        use crate::archive::Trace;
-        let id = self.id();
-        match self.context.archive.look_up(&id, ids) {
-            Ok(Trace::Recorded { finished: true }) => Seen::Finished,
-            Ok(Trace::Recorded { finished: false }) => Seen::Unfinished,
-            Ok(Trace::NoFile) => Seen::Absent,
-            Ok(Trace::NotRecorded) if self.context.keeps_uuids.load(Ordering::Relaxed) => Seen::Absent,
-            Ok(Trace::NotRecorded) => Seen::Unknowable,
+    pub fn seen(self: &Arc<Self>, ids: &[&str]) -> Seen {
+        use crate::archive::{Sought, Trace};
+        let (id, anchor, agent, had_transcript) = {
+            let state = self.state.lock();
+            (state.id.clone(), state.anchor.clone(), state.handed_to.clone(), state.resumable)
+        };
+        let sought = Sought { ids, anchor: anchor.as_ref().map(TurnId::as_str) };
+        let is_proven = agent.is_some_and(|agent| self.context.proofs.holds(&agent));
+        match self.context.archive.look_up(&id, sought) {
+            Ok(Trace::Recorded { finished, elsewhere }) => {
+                if let (Some(now), Some(registry)) = (elsewhere, self.context.registry()) {
+                    log::warn!("session {id}: its turn stands in {now}, which the agent had begun");
+                    if let Err(e) = registry.rename(self, &now, false) {
+                        log::error!("session {id}: not followed to {now}: {}", e.text());
+                    }
+                }
+                if finished { Seen::Finished } else { Seen::Unfinished }
+            }
+            Ok(Trace::NoFile) if had_transcript => Seen::Unknowable(Unknown::Gone),
+            Ok(Trace::NotRecorded { anchored: false }) => Seen::Unknowable(Unknown::NotTheSameFile),
+            Ok(Trace::NoFile | Trace::NotRecorded { anchored: true }) if is_proven => Seen::Absent,
+            Ok(Trace::NoFile | Trace::NotRecorded { anchored: true }) => Seen::Unknowable(Unknown::NotProven),
+            Ok(Trace::Unsearched) => Seen::Unknowable(Unknown::Unreadable),
             Err(e) => {
                 log::warn!("session {id}: transcript not searched: {e}");
-                Seen::Unknowable
+                Seen::Unknowable(Unknown::Unreadable)
             }
         }
+    }
+
+    /// What of a queue that a dead server left is delivered already, as the fact that the machine waits for.
+    #[must_use]
+    pub fn seen_of_queue(&self, queue: &[Arc<Message>]) -> Fact<Run> {
+        use crate::archive::Waiting;
+        let waiting: Vec<_> =
+            queue.iter().map(|m| Waiting { id: m.uuid.as_str(), text: &m.text, photos: m.images.len() }).collect();
+        let id = self.id();
+        // Two faults of thought are caught by this very look-up; they show only without it.
+        let is_blind = ["dispatch_before_commit", "remerge_at_recovery"].into_iter().any(crate::faults::planted);
+        let waiting = if is_blind { Vec::new() } else { waiting };
+        let uuids = |at: std::ops::Range<usize>| queue[at].iter().map(|m| m.uuid.clone()).collect::<Vec<_>>();
+        let (found, unsure) = match self.context.archive.look_up_queue(&id, &waiting) {
+            Ok(trace) => {
+                let found = trace.turns.into_iter();
+                let found = found.map(|t| FoundTurn { members: uuids(t.members), finished: t.finished }).collect();
+                (found, trace.unsure.into_iter().map(|at| queue[at].uuid.clone()).collect())
+            }
+            Err(e) => {
+                log::warn!("session {id}: transcript not searched for what waits: {e}");
+                (Vec::new(), uuids(0..queue.len()))
+            }
+        };
+        Fact::QueueLookedUp { found, unsure, why: Unknown::Unreadable }
     }
 
     /// Waits until no turn is in flight or being prepared, until `deadline` at most. True if it is idle.

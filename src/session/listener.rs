@@ -4,24 +4,25 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use super::engine::{Kind, Session};
-use crate::agent::{Run, RunEnd, RunFact, RunListener, TurnEnd};
+use super::engine::{Kind, SeenIn, Session};
+use super::proof::{Proofs, STATE_KEY};
+use crate::agent::{AgentIdentity, Run, RunEnd, RunFact, RunListener, TurnEnd};
 use crate::archive::TailWatch;
 use crate::error::{Code, Error, Result};
 use crate::ids::{RunNo, SessionId};
 use crate::journal::{Change, Unit};
-use crate::lifecycle::machine::{Fact, Seen};
+use crate::lifecycle::machine::Fact;
 use crate::sync::Mutex;
 
 /// Longest the prepare hook may take before it is ended and the start goes on.
 const PREPARE_LIMIT: Duration = Duration::from_secs(60);
-/// State key: an agent of this box was seen to keep our uuids.
-pub const KEEPS_UUIDS_KEY: &str = "agent-keeps-uuids";
+/// Longest wait for the marker of an interrupt in the transcript, once everything else is there: 2.1.197 writes it some
+/// 100 ms late, and an agent that writes none must not hold up its session.
+const MARKER_LIMIT: Duration = Duration::from_secs(1);
 
 /// The ear of one run.
 pub struct Listener {
@@ -31,19 +32,74 @@ pub struct Listener {
     active_file: Mutex<Option<PathBuf>>,
     /// Why the conversation cannot go on with this agent.
     foreign: Mutex<Option<Error>>,
+    /// Keeps a server of a copy of this box out of the conversation while the agent lives.
+    held: Mutex<Option<std::fs::File>>,
+    /// The version that the agent told.
+    version: Mutex<Option<String>>,
+    /// Since when all of an interrupted turn but the marker of its interrupt is in the transcript.
+    marker_due: Mutex<Option<Instant>>,
 }
 
 impl Listener {
     /// An ear for the run of this number.
     #[must_use]
     pub fn new(session: Arc<Session>, run: RunNo) -> Self {
-        Self { session, run, watch: Mutex::new(None), active_file: Mutex::new(None), foreign: Mutex::new(None) }
+        Self {
+            session,
+            run,
+            watch: Mutex::new(None),
+            active_file: Mutex::new(None),
+            foreign: Mutex::new(None),
+            held: Mutex::new(None),
+            version: Mutex::new(None),
+            marker_due: Mutex::new(None),
+        }
     }
 
     fn record(&self, change: Change) {
         if let Ok(place) = self.session.reserve(1) {
             self.session.context.journal.owe(Unit { changes: vec![change], events: vec![] }, place, Box::new(|_| ()));
         }
+    }
+
+    fn agent(&self) -> Option<AgentIdentity> {
+        self.session.state().agent.clone()
+    }
+
+    fn proofs(&self) -> &Proofs {
+        &self.session.context.proofs
+    }
+
+    /// What the transcript holds at the end of a turn, and what that says of the agent.
+    fn look_at_end(&self, end: &TurnEnd) -> SeenIn {
+        self.marker_due.lock().take();
+        let archive = &self.session.context.archive;
+        let id = self.session.id();
+        let folder = archive.folder_of(&id);
+        let is_new = end.ours && !end.had_it_already;
+        let has_turn = is_new && self.watch.lock().as_mut().is_some_and(|watch| watch.has_all(&[end.turn.as_str()]));
+        if let (true, Some(agent)) = (is_new, self.agent()) {
+            if has_turn {
+                let version = self.version.lock().clone();
+                if let Some(kept) = self.proofs().add(&agent, version.as_deref()) {
+                    self.record(Change::SetState { key: STATE_KEY.into(), value: kept });
+                }
+            } else if folder.is_none() {
+                self.proofs().keeps_none(&agent);
+            }
+        }
+        if folder.is_some() {
+            archive.remember(&id, folder.as_deref());
+            // A conversation that has only begun had no file to hold.
+            let mut held = self.held.lock();
+            if held.is_none() {
+                *held = archive.hold(&id).unwrap_or_else(|e| {
+                    log::error!("session {id}: {}", e.text());
+                    None
+                });
+            }
+        }
+        SeenIn { folder, has_turn }
     }
 
     fn release_active_file(&self) {
@@ -73,6 +129,8 @@ impl Listener {
             self.session.apply_reserved(Fact::Restart);
             return;
         }
+        // The next end holds the new file.
+        drop(self.held.lock().take());
         // The new file may hold lines of this turn already, so it is read from its start.
         *self.watch.lock() = Some(self.session.context.archive.watch_from_start(&id));
     }
@@ -89,6 +147,8 @@ impl RunListener for Listener {
             Err(e) => log::warn!("session {id}: {}: {e}", path.display()),
         }
         self.run_prepare_hook(&id);
+        // After the sweep: an agent that outlived its server does not hold the file, its server did.
+        *self.held.lock() = context.archive.hold(&id)?;
         *self.watch.lock() = Some(context.archive.watch(&id));
         Ok(())
     }
@@ -161,7 +221,19 @@ impl RunListener for Listener {
                 }
                 session.context.bus.publish("unknown-message", &json!({"sessionId": id, "type": kind, "count": count}));
             }
-            RunFact::TurnEnded(end) => session.apply_end(run, end),
+            RunFact::Version(version) => {
+                if let Some(agent) = self.agent()
+                    && let Some(kept) = session.context.proofs.told_version(&agent, &version)
+                {
+                    log::warn!("session {}: the agent's program is another version now: {version}", session.id());
+                    self.record(Change::SetState { key: STATE_KEY.into(), value: kept });
+                }
+                *self.version.lock() = Some(version);
+            }
+            RunFact::TurnEnded(end) => {
+                let seen_in = self.look_at_end(&end);
+                session.apply_end(run, end, seen_in);
+            }
             RunFact::InterruptTimedOut => {
                 session.apply_reserved(Fact::InterruptTimedOut(run));
             }
@@ -169,28 +241,36 @@ impl RunListener for Listener {
     }
 
     fn is_durable(&self, _run: RunNo, end: &TurnEnd) -> bool {
-        let context = &self.session.context;
         let own = (end.ours && !end.had_it_already).then_some(end.turn.as_str());
         let mut wanted: Vec<&str> = own.into_iter().collect();
         wanted.extend(end.last_assistant_uuid.as_deref());
+        if wanted.is_empty() {
+            return true;
+        }
+        let keeps_none = self.agent().is_some_and(|agent| self.proofs().is_known_to_keep_none(&agent));
         let mut watch = self.watch.lock();
         let Some(watch) = watch.as_mut() else { return true };
-        if wanted.is_empty() || !watch.has_all(&wanted) {
-            return wanted.is_empty();
+        if !watch.has_all(&wanted) {
+            // Nothing is waited for that never comes.
+            return keeps_none && !watch.has_file();
         }
-        if own.is_some() && !context.keeps_uuids.swap(true, Ordering::Relaxed) {
-            self.record(Change::SetState { key: KEEPS_UUIDS_KEY.into(), value: "true".into() });
+        // A turn that an interrupt ended is whole with the marker of it.
+        if end.interrupted && end.is_error && !watch.is_interrupted() {
+            let now = Instant::now();
+            return *self.marker_due.lock().get_or_insert(now + MARKER_LIMIT) <= now;
         }
         true
     }
 
-    fn is_lost(&self, _run: RunNo, end: &TurnEnd) -> bool {
-        // What the agent had already, and turns of its own, are not ours to send again.
-        end.ours && !end.had_it_already && matches!(self.session.seen(&[end.turn.as_str()]), Seen::Absent)
-    }
-
     fn ended(&self, end: RunEnd) {
         self.release_active_file();
+        drop(self.held.lock().take());
+        if end.has_conversation {
+            // In another home than the one we read, or it would have been resumed: from now on it is.
+            self.session.state().has_it_elsewhere = true;
+        } else if end.start_error.as_ref().is_some_and(|e| e.code() == Code::SessionGone) {
+            self.session.state().has_it_elsewhere = false;
+        }
         self.record(Change::AgentGone { session: self.session.id() });
         let foreign = self.foreign.lock().take();
         // What such an agent was given is in another conversation's transcript: sent again it would be there twice.
@@ -198,7 +278,13 @@ impl RunListener for Listener {
         let error = foreign.or(end.start_error).map(|e| e.text().to_owned()).or_else(|| {
             (!end.spoke && !end.asked).then(|| format!("the agent ended before it said anything ({})", end.exit))
         });
-        self.session.apply_reserved(Fact::RunEnded { run: self.run, spoke: end.spoke, error, hopeless });
+        self.session.apply_reserved(Fact::RunEnded {
+            run: self.run,
+            spoke: end.spoke,
+            refused: end.refused,
+            error,
+            hopeless,
+        });
     }
 }
 

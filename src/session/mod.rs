@@ -6,16 +6,19 @@ pub mod chat;
 pub mod engine;
 pub mod features;
 pub mod listener;
+pub mod moved;
 pub mod pool;
+pub mod proof;
 pub mod recover;
 pub mod registry;
 pub mod thread;
 pub mod turns;
 
 use std::ffi::OsString;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
+use crate::agent::{AgentIdentity, BoxMark};
 use crate::archive::Archive;
 use crate::bus::Bus;
 use crate::config::Config;
@@ -40,8 +43,10 @@ pub struct Context {
     pub turns: turns::TurnBuffers,
     /// Agents of a dead server, by session.
     pub leftovers: recover::Leftovers,
-    /// An agent of this box was seen to keep our uuids in its transcript.
-    pub keeps_uuids: AtomicBool,
+    /// Which agents were seen to keep our ids in their transcripts.
+    pub proofs: proof::Proofs,
+    /// What the agents of this box are known by after a crash.
+    pub mark: BoxMark,
     /// Ends prepare hooks when the server goes down.
     pub hooks: crate::agent::hook::Cancel,
     /// The registry, once it exists; sessions ask it for live places.
@@ -61,9 +66,10 @@ impl Context {
         bus: Arc<Bus>,
         archive: Arc<Archive>,
         leftovers: recover::Leftovers,
-        keeps_uuids: bool,
+        proofs: proof::Proofs,
     ) -> Self {
         Self {
+            mark: BoxMark::of(&config.box_dir),
             config,
             program,
             agent_env,
@@ -72,11 +78,17 @@ impl Context {
             archive,
             turns: turns::TurnBuffers::default(),
             leftovers,
-            keeps_uuids: AtomicBool::new(keeps_uuids),
+            proofs,
             hooks: crate::agent::hook::Cancel::default(),
             registry: OnceLock::new(),
             next_run: AtomicU64::new(1),
         }
+    }
+
+    /// Which agent a start would start now: its program may be exchanged on disk at any time.
+    #[must_use]
+    pub fn agent(&self) -> AgentIdentity {
+        AgentIdentity::of(&self.program, &self.config.agent_home, &self.config.box_dir)
     }
 
     /// A number no other run of this server has.

@@ -1,22 +1,10 @@
-//! What a dead server left behind: agents that still run. Leaves killing to `agent::command`, owed turns to `registry`.
+//! What a dead server left behind: agents that still run. Leaves killing to `agent::leftovers`, owed turns to `registry`.
 //! Rule a change could break: every old agent of the box is gone before a transcript is searched for an owed turn or a
 //! conversation is resumed.
 
-use std::path::Path;
-
+use crate::agent::BoxMark;
 use crate::ids::SessionId;
 use crate::sync::{Condvar, Mutex};
-
-/// Value of the environment mark of an agent: box and session, so that a crash before the record still leaves a trace.
-#[must_use]
-pub fn mark(box_dir: &Path, session: &SessionId) -> String {
-    format!("{}{session}", box_mark(box_dir))
-}
-
-/// What the marks of all agents of a box begin with.
-fn box_mark(box_dir: &Path) -> String {
-    format!("{}:", box_dir.display())
-}
 
 /// Agents of an older server, until they are swept out.
 pub struct Leftovers {
@@ -34,11 +22,9 @@ impl Leftovers {
 
     /// Ends what an older server left running in this box, recorded or not; returns the sessions of recorded ones. Once,
     /// before anything else is resumed. Takes some 7 s for each agent that ignores SIGTERM.
-    pub fn sweep(&self, box_dir: &Path) -> Vec<SessionId> {
-        let mut ended = crate::agent::end_leftovers(&box_mark(box_dir), None);
-        for (_, pid, start_time) in &self.known {
-            ended += crate::agent::end_leftovers("", Some((*pid, *start_time)));
-        }
+    pub fn sweep(&self, mark: &BoxMark) -> Vec<SessionId> {
+        let known: Vec<_> = self.known.iter().map(|(_, pid, start_time)| (*pid, *start_time)).collect();
+        let ended = crate::agent::end_leftovers(mark, &known);
         if ended > 0 {
             log::warn!("ended {ended} agent(s) that an older server left running");
         }

@@ -13,9 +13,11 @@ use serde_json::json;
 use super::Context;
 use super::engine::{Kind, Pending, Session};
 use super::features::Features;
+use crate::agent::AgentIdentity;
 use crate::clock::{self, UnixMs};
 use crate::error::{Code, Error, Result};
 use crate::ids::{MessageUuid, SessionId, TurnId};
+use crate::inbox::Message;
 use crate::journal::{Change, KeptEvent, Recovered, SessionRow, Unit};
 use crate::lifecycle::PhaseKind;
 use crate::lifecycle::machine::{Fact, Machine, OwedTurn};
@@ -131,10 +133,12 @@ struct Clock {
     going_down: bool,
 }
 
-struct LookUp {
-    session: Arc<Session>,
-    turn: TurnId,
-    messages: Vec<MessageUuid>,
+/// Something to look up in the transcripts, on the `recover` thread.
+enum LookUp {
+    /// A turn whose run is gone.
+    Turn { session: Arc<Session>, turn: TurnId, messages: Vec<MessageUuid> },
+    /// What waits since an earlier life of the server.
+    Queue { session: Arc<Session>, messages: Vec<Arc<Message>> },
 }
 
 /// The registry.
@@ -191,6 +195,9 @@ impl Registry {
         let known = rows.map(|row| (row.session.clone(), row)).collect();
         map.known = known;
         map.kept_features = recovered.features.into_iter().collect();
+        for row in map.known.values() {
+            context.archive.remember(&row.session, row.folder.as_deref());
+        }
         map.main = read_main(&context);
         for mut owed in recovered.owed {
             if crate::faults::planted("remerge_at_recovery") {
@@ -199,6 +206,8 @@ impl Registry {
             if owed.turn.is_none() && owed.queue.is_empty() {
                 continue;
             }
+            // Its row follows its first message: a crash in between leaves it without one.
+            context.archive.remember(&owed.session, None);
             let row = map.known.get(&owed.session).cloned().unwrap_or_else(|| fresh_row(&owed.session, None));
             if row.thread.is_some() || !owed.threads.is_empty() {
                 // Nobody waits any more: told as failed, never run again in silence.
@@ -206,6 +215,7 @@ impl Registry {
                 tell_failed(&context, &owed.session, members.chain(owed.queue).map(|m| m.uuid.clone()).collect());
                 continue;
             }
+            let handed_to = owed.turn.as_ref().and_then(|t| t.agent.clone()).map(AgentIdentity::from_kept);
             let turn = owed.turn.map(|t| OwedTurn {
                 turn: t.turn,
                 members: t.members,
@@ -215,6 +225,7 @@ impl Registry {
             });
             let machine = Machine::recovered(turn, owed.queue, &owed.alone);
             let session = make(&context, &row, machine, map.kept_features.get(&owed.session));
+            session.state().handed_to = handed_to;
             map.by_id.insert(owed.session, session);
         }
         let (to_look_up, jobs) = unbounded::<LookUp>();
@@ -243,7 +254,7 @@ impl Registry {
                         jobs.recv()
                     };
                     let Ok(job) = job else { return };
-                    look_up(&job);
+                    look_up(job);
                 }
             },
         )?;
@@ -428,6 +439,7 @@ impl Registry {
             let mut map = self.sessions.lock();
             let state = session.state();
             let row = row_of(&session.kind, &state);
+            self.context.archive.remember(&row.session, None);
             map.known.insert(row.session.clone(), row).is_none()
         };
         if is_new {
@@ -666,6 +678,8 @@ impl Registry {
             let was = std::mem::replace(&mut state.id, id.clone());
             // What was cleared has no transcript under its new id before the agent's first line.
             state.resumable &= !cleared;
+            // Nothing is known of the new file yet.
+            (state.folder, state.anchor) = (None, None);
             map.by_id.remove(&was);
             map.aliases.remove(id);
             map.by_id.insert(id.clone(), session.clone());
@@ -698,6 +712,7 @@ impl Registry {
             }
             was
         };
+        self.context.archive.remember(id, None);
         log::info!("session {was} is {id} now");
         self.write_files();
         Ok(())
@@ -733,9 +748,18 @@ impl Registry {
 
     /// Has the transcript searched for a turn, on the `recover` thread.
     pub fn look_up(&self, session: &Arc<Session>, turn: TurnId, messages: Vec<MessageUuid>) {
+        self.ask(LookUp::Turn { session: session.clone(), turn, messages });
+    }
+
+    /// Has the transcript searched for messages that wait since an earlier life, on the `recover` thread.
+    pub fn look_up_queue(&self, session: &Arc<Session>, messages: Vec<Arc<Message>>) {
+        self.ask(LookUp::Queue { session: session.clone(), messages });
+    }
+
+    fn ask(&self, job: LookUp) {
         if let Some(queue) = self.look_ups.lock().as_ref() {
             // The receiver lives as long as the sender; a closed queue means the server is gone.
-            let _ = queue.send(LookUp { session: session.clone(), turn, messages });
+            let _ = queue.send(job);
         }
     }
 
@@ -895,7 +919,7 @@ fn wait_until_idle(all: &[Arc<Session>], deadline: Instant) -> bool {
 }
 
 fn sweep_leftovers(context: &Context) {
-    let gone = context.leftovers.sweep(&context.config.box_dir);
+    let gone = context.leftovers.sweep(&context.mark);
     if gone.is_empty() {
         return;
     }
@@ -905,16 +929,26 @@ fn sweep_leftovers(context: &Context) {
     }
 }
 
-fn look_up(job: &LookUp) {
-    let id = job.session.id();
-    let ids: Vec<&str> =
-        std::iter::once(job.turn.as_str()).chain(job.messages.iter().map(MessageUuid::as_str)).collect();
-    let seen = {
-        let _at = doing(Doing::ReadFile);
-        job.session.seen(&ids)
-    };
-    log::info!("session {id}: turn {} in the transcript: {seen:?}", job.turn);
-    job.session.apply_reserved(Fact::LookedUp(job.turn.clone(), seen));
+fn look_up(job: LookUp) {
+    match job {
+        LookUp::Turn { session, turn, messages } => {
+            let ids: Vec<&str> =
+                std::iter::once(turn.as_str()).chain(messages.iter().map(MessageUuid::as_str)).collect();
+            let seen = {
+                let _at = doing(Doing::ReadFile);
+                session.seen(&ids)
+            };
+            log::info!("session {}: turn {turn} in the transcript: {seen:?}", session.id());
+            session.apply_reserved(Fact::LookedUp(turn, seen));
+        }
+        LookUp::Queue { session, messages } => {
+            let fact = {
+                let _at = doing(Doing::ReadFile);
+                session.seen_of_queue(&messages)
+            };
+            session.apply_reserved(fact);
+        }
+    }
 }
 
 fn tell_if_stuck(session: &Session, kind: PhaseKind, since_ms: UnixMs) {
@@ -981,12 +1015,21 @@ fn make(
     let kind = row.thread.clone().map_or(Kind::Chat, Kind::Thread);
     let features = features.map(|json| Features::from_json(json)).unwrap_or_default();
     // Whether a transcript is there is looked at before each start; this says whether one must be.
-    Session::new(context.clone(), kind, row, row.resumable, machine, features)
+    Session::new(context.clone(), kind, row, machine, features)
 }
 
 fn fresh_row(session: &SessionId, thread: Option<String>) -> SessionRow {
     let now = clock::now_ms();
-    SessionRow { session: session.clone(), thread, created_ms: now, last_used_ms: now, label: None, resumable: false }
+    SessionRow {
+        session: session.clone(),
+        thread,
+        created_ms: now,
+        last_used_ms: now,
+        label: None,
+        resumable: false,
+        folder: None,
+        anchor: None,
+    }
 }
 
 /// The row that the journal keeps of a conversation.
@@ -1001,6 +1044,8 @@ pub(super) fn row_of(kind: &Kind, state: &super::engine::State) -> SessionRow {
         last_used_ms: state.last_used_ms,
         label: state.label.clone(),
         resumable: state.resumable,
+        folder: state.folder.clone(),
+        anchor: state.anchor.clone(),
     }
 }
 

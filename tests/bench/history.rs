@@ -36,7 +36,7 @@ fn folder(home: &Path) -> PathBuf {
 }
 
 fn archive(home: &Path) -> Archive {
-    Archive::new(home, Path::new(BOX))
+    Archive::new(home, Path::new(BOX), Vec::new())
 }
 
 fn id(name: &str) -> SessionId {

@@ -151,7 +151,13 @@ impl Desk {
                 event: "chat-message-dispatched",
                 data: json!({"sessionId": self.session, "turnId": turn, "messageUuids": members}),
             }],
-            changes: vec![Change::Dispatch { session: self.session.clone(), turn: turn.clone(), members, attempt: 1 }],
+            changes: vec![Change::Dispatch {
+                session: self.session.clone(),
+                turn: turn.clone(),
+                members,
+                attempt: 1,
+                agent: None,
+            }],
         };
         let desk = Arc::clone(self);
         let Ok(place) = self.journal.reserve(1) else {

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use beebox_chatd::agent::{Run, RunEnd, RunFact, RunListener, RunSpec, Turn, TurnEnd};
+use beebox_chatd::agent::{BoxMark, Run, RunEnd, RunFact, RunListener, RunSpec, Turn, TurnEnd};
 use beebox_chatd::error::Result;
 use beebox_chatd::ids::{RunNo, SessionId, TurnId};
 use beebox_chatd::inbox::Image;
@@ -56,7 +56,7 @@ impl Place {
             program: vec![env!("CARGO_BIN_EXE_beebox-chatd").into(), "agent".into()],
             box_dir: self.0.path().to_owned(),
             env: vec![("CLAUDE_CONFIG_DIR".into(), self.0.path().join("home").into())],
-            agent_mark: format!("it:{session}"),
+            mark: BoxMark::of(self.0.path()),
             allow_tools: false,
         };
         let run = Run::start(spec, Arc::new(Ear(said))).unwrap();

@@ -74,6 +74,7 @@ pub struct Script {
     pub own_turn_on_send: Option<OwnTurn>,
     pub flood: Option<u64>,
     pub late_id_ms: Option<u64>,
+    pub late_init_ms: Option<u64>,
     pub late_id: Option<String>,
     pub say: Option<String>,
 }
@@ -187,6 +188,7 @@ impl Script {
             }
             "flood" => self.flood = Some(value.parse().ok().filter(|n| *n <= ANSWER_BYTES_MAX as u64 / 16)?),
             "late_id_ms" => self.late_id_ms = Some(value.parse().ok()?),
+            "late_init_ms" => self.late_init_ms = Some(value.parse().ok()?),
             "late_id" => {
                 self.late_id = Some(crate::ids::SessionId::parse(&value).ok()?.as_str().to_owned());
                 self.late_id_ms.get_or_insert_default();

@@ -15,6 +15,7 @@ $CLAUDE_CONFIG_DIR/projects/<slug of the working directory>/<session>.jsonl (els
   --profile VERSION   2.1.332 (default) or 2.1.197: no command_lifecycle, no user_message_uuids, repeats of a uuid are
                       dropped without a word, user line and final line reach the transcript up to 100 ms late
   --directives "…"    directives for every message (also BEEBOX_AGENT_DIRECTIVES; profile: BEEBOX_AGENT_PROFILE)
+BEEBOX_AGENT_OWN_HOME keeps transcripts there, wherever it is told to: an agent whose home nobody else reads
   --version, --help
 Other flags of `claude` are accepted and ignored.
 
@@ -54,6 +55,7 @@ A brace pair with an unknown key or value is plain text. A value with blanks is 
   keep_uuid=off       from now on user lines get uuids of the agent's own and no message names ours
   late_id_ms=N        init comes N ms late, with another session id than asked for
   late_id=ID          init comes with that session id, whoever has it
+  late_init_ms=N      init comes N ms after the user line is in the transcript
 "#;
 
 /// Which version of the real agent is played.
@@ -169,7 +171,7 @@ mod tests {
     fn the_help_names_every_directive_of_the_wire() {
         assert_eq!(flags(&["--help"]).unwrap_err().1, 0);
         let keys = "delay_ms deltas delta_ms size think tool tool_ms error hang die ignore bg_ms flush_ms torn dedup \
-                    keep_uuid user_flush_ms own_turn_on_send flood late_id_ms late_id say";
+                    keep_uuid user_flush_ms own_turn_on_send flood late_id_ms late_id late_init_ms say";
         for key in keys.split(' ') {
             assert!(HELP.lines().any(|line| line.trim_start().starts_with(key)), "{key}");
             // And the script knows it.

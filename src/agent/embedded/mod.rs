@@ -107,7 +107,8 @@ impl Agent {
         if let Err(e) = signal_hook::flag::register_conditional_shutdown(sigterm, EXIT_SIGTERM, Arc::clone(&mortal)) {
             log_line(&format!("cannot handle SIGTERM: {e}"));
         }
-        let home = std::env::var_os("CLAUDE_CONFIG_DIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
+        let folder = |name| std::env::var_os(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
+        let home = folder("BEEBOX_AGENT_OWN_HOME").or_else(|| folder("CLAUDE_CONFIG_DIR"));
         let home = home.unwrap_or_else(|| {
             PathBuf::from(std::env::var_os("HOME").unwrap_or_else(|| OsString::from("/"))).join(".claude")
         });

@@ -10,7 +10,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::{INTERRUPT_LIMIT, Pump, read_line};
-use crate::agent::command::{end_leftovers, exit_words, explain_early_end};
+use crate::agent::command::{exit_words, explain_early_end, is_in_use, is_refusal};
+use crate::agent::leftovers::end_wrapped;
 use crate::agent::{RunEnd, RunFact};
 use crate::threads::{Doing, doing};
 
@@ -107,7 +108,7 @@ impl Pump {
     /// Who holds stdout may be the agent itself, started by a wrapper that is gone; it must not meet the next run's.
     fn end_wrapped_agents(&self) {
         let _at = doing(Doing::Reap);
-        end_leftovers(&self.spec.agent_mark, None);
+        end_wrapped(&self.spec.mark, &self.spec.session);
     }
 
     /// stdout is at its end, or what holds it open has had its grace.
@@ -162,9 +163,14 @@ impl Pump {
             // The descriptors go first: whoever hears of the end may count them.
             self.agent = None;
         }
+        let says_no = !spoke && !asked;
+        let has_conversation = says_no && is_in_use(&stderr_tail, &self.errors);
+        let refused = says_no && is_refusal(&stderr_tail, &self.errors);
         let end = RunEnd {
             run: self.spec.run,
             spoke,
+            refused,
+            has_conversation,
             start_error,
             asked,
             exit,

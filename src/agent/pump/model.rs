@@ -25,6 +25,8 @@ pub(super) fn run(spec: &RunSpec, listener: &dyn RunListener, shared: &Arc<Share
         exit: "exit 0".into(),
         stderr_tail: String::new(),
         errors: Vec::new(),
+        refused: false,
+        has_conversation: false,
     });
 }
 

@@ -9,7 +9,7 @@ use super::told::GATE_LIMIT;
 use super::*;
 use std::sync::atomic::AtomicU32;
 
-use crate::agent::{Adapted, Image, MARK_VARIABLE, Run, RunEnd, TurnEnd, end_leftovers, start_time_of};
+use crate::agent::{Adapted, BoxMark, Image, MARK_VARIABLE, Run, RunEnd, TurnEnd, end_leftovers, start_time_of};
 use crate::error::Code;
 use crate::ids::{RunNo, SessionId, TurnId};
 use crate::sync::{Mutex, Sender, unbounded};
@@ -108,7 +108,8 @@ impl Stage {
         std::fs::write(&path, format!("{PRELUDE}{script}")).unwrap();
         let (heard, ear) = unbounded();
         let session = SessionId::fresh();
-        let mark = format!("test:{session}");
+        let mark = BoxMark::of(dir.path());
+        let value = mark.of_run(&session);
         let listener = Ear {
             heard,
             prepare: Mutex::new(Some(setting.prepare)),
@@ -122,11 +123,11 @@ impl Stage {
             program: setting.program.unwrap_or_else(|| vec!["/bin/sh".into(), path.into()]),
             box_dir: dir.path().to_owned(),
             env: vec![("EXTRA".into(), "extra value".into())],
-            agent_mark: mark.clone(),
+            mark,
             allow_tools: setting.allow_tools,
         };
         let run = Run::start(spec, Arc::new(listener)).unwrap();
-        Stage { run, heard: ear, mark, _dir: dir }
+        Stage { run, heard: ear, mark: value, _dir: dir }
     }
 
     fn next(&self) -> Heard {
@@ -509,6 +510,7 @@ fn the_end_of_a_turn_waits_for_the_transcript_and_what_follows_waits_behind_it()
                 | RunFact::Task(_)
                 | RunFact::SessionId { .. }
                 | RunFact::Unknown { .. }
+                | RunFact::Version(_)
                 | RunFact::InterruptTimedOut => "other",
             });
         }
@@ -638,12 +640,18 @@ impl Drop for Held {
 }
 
 #[test]
-fn leftovers_are_found_by_pid_or_mark_and_ended() {
-    let mark = format!("left:{}", SessionId::fresh());
-    let start = |script: &str, name: &str| {
+fn leftovers_of_a_box_are_ended_and_those_of_its_copy_are_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let (ours, copy) = (dir.path().join("box"), dir.path().join("copy"));
+    std::fs::create_dir(&ours).unwrap();
+    std::fs::create_dir(&copy).unwrap();
+    let (mark, of_copy) = (BoxMark::of(&ours), BoxMark::of(&copy));
+    let session = SessionId::fresh();
+    let start = |script: &str, name: &str, mark: &BoxMark, cwd: &std::path::Path| {
         let mut child = Command::new("/bin/sh")
             .args(["-c", &format!("{script} echo up; while :; do sleep 1; done"), name])
-            .env(MARK_VARIABLE, &mark)
+            .env(MARK_VARIABLE, mark.of_run(&session))
+            .current_dir(cwd)
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
@@ -653,20 +661,31 @@ fn leftovers_are_found_by_pid_or_mark_and_ended() {
         assert_eq!(line, "up\n");
         Held(child)
     };
-    // A bystander has the mark, but not the agent's command line; a known pid with another start time is a bystander.
-    let mut bystander = start("", "dev-server");
-    let pid = bystander.0.id();
-    let start_time = start_time_of(pid).unwrap();
-    let mut stubborn = start("trap '' TERM;", "stream-json");
-    let mut docile = start("", "stream-json");
+    // Bystanders: the mark without the agent's command line, the mark of a copy, the mark somewhere else, no mark.
+    let mut dev_server = start("", "dev-server", &mark, &ours);
+    let mut of_the_copy = start("", "stream-json", &of_copy, &copy);
+    let mut marked_as_copy = start("", "stream-json", &of_copy, &ours);
+    let mut elsewhere = start("", "stream-json", &mark, dir.path());
+    let mut stubborn = start("trap '' TERM;", "stream-json", &mark, &ours);
+    let mut docile = start("", "stream-json", &mark, &ours);
+    // A copied journal knows all of them by pid and start time.
+    let known = |held: &Held| (held.0.id(), start_time_of(held.0.id()).unwrap());
+    let of_others = [known(&of_the_copy), known(&marked_as_copy), known(&elsewhere)];
     // A shell that is just forking its sleep is there twice.
-    assert!(end_leftovers("left:", None) >= 2, "by prefix");
+    assert!(end_leftovers(&mark, &of_others) >= 2);
     assert!(stubborn.is_gone() && docile.is_gone());
-    assert_eq!(end_leftovers(&mark, Some((pid, start_time + 1))), 0);
-    assert!(!bystander.is_gone());
-    assert_eq!(end_leftovers("", Some((pid, start_time))), 1);
-    assert!(bystander.is_gone());
-    wait_until("the shells' sleeps ended", || processes_with(&mark).is_empty());
+    let (pid, start_time) = known(&dev_server);
+    assert_eq!(end_leftovers(&mark, &[(pid, start_time + 1)]), 0, "a pid that was given again");
+    for bystander in [&mut dev_server, &mut of_the_copy, &mut marked_as_copy, &mut elsewhere] {
+        assert!(!bystander.is_gone());
+    }
+    // One that the journal knows needs no command line: a wrapper has its own.
+    assert_eq!(end_leftovers(&mark, &[(pid, start_time)]), 1);
+    assert!(dev_server.is_gone());
+    drop((of_the_copy, marked_as_copy, elsewhere));
+    for mark in [mark, of_copy] {
+        wait_until("the shells' sleeps ended", || processes_with(&mark.of_run(&session)).is_empty());
+    }
 }
 
 /// Runs the ignored test `name` of this file in a process of its own.

@@ -32,7 +32,26 @@ struct History<'a> {
     session_id: &'a SessionId,
     #[serde(flatten)]
     page: &'a Page,
+    /// Why there is nothing to show, when there is no transcript.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<NoTranscript>,
 }
+
+/// Why a conversation has no transcript.
+#[derive(Serialize)]
+struct NoTranscript {
+    code: &'static str,
+    text: &'static str,
+}
+
+const NOT_YET: NoTranscript =
+    NoTranscript { code: "no_transcript_yet", text: "the agent has written nothing of this conversation yet" };
+const KEEPS_NONE: NoTranscript = NoTranscript {
+    code: "agent_keeps_none",
+    text: "this agent keeps no transcript where the server looks: what was said is not kept",
+};
+const GONE: NoTranscript =
+    NoTranscript { code: "transcript_gone", text: "the transcript of this conversation is gone" };
 
 #[derive(Serialize)]
 struct Bootstrap<'a> {
@@ -65,7 +84,30 @@ impl Handlers {
             return Err(Error::new(Code::UnknownSession, format!("no conversation has the id {session}")));
         }
         let page = self.registry.context().archive.history(&id, window)?;
-        Ok(Reply::json(&History { session_id: &id, page: &page }))
+        let reason = self.why_empty(&id, &page)?;
+        Ok(Reply::json(&History { session_id: &id, page: &page, reason }))
+    }
+
+    /// Why a page of a known conversation is empty, if it has no transcript.
+    fn why_empty(&self, id: &SessionId, page: &Page) -> Result<Option<NoTranscript>> {
+        let context = self.registry.context();
+        if page.total > 0 || context.archive.path_of(id).is_some() {
+            return Ok(None);
+        }
+        let (had_one, is_settled) = match self.registry.find(id) {
+            Ok(session) => {
+                let state = session.state();
+                (state.resumable, state.machine.is_settled())
+            }
+            Err(_) => return Ok(None),
+        };
+        if had_one {
+            return Ok(Some(GONE));
+        }
+        // Everything that was sent is over, and nothing of it was written where we look.
+        let is_over = is_settled && context.journal.pending(id)?.is_empty();
+        let keeps_none = is_over || context.journal.has_delivered(id)?;
+        Ok(Some(if keeps_none { KEEPS_NONE } else { NOT_YET }))
     }
 
     pub(super) fn bootstrap(&self, session: Option<&SessionId>, tail: usize) -> Result<Reply> {
@@ -93,7 +135,7 @@ impl Handlers {
             std::thread::sleep(Duration::from_millis(15));
         }
         let pending = context.journal.pending(&id)?;
-        let delivered = context.journal.delivered_since(&id, clock::now_ms() - DELIVERED_MS)?;
+        let delivered = context.journal.delivered_within(&id, DELIVERED_MS)?;
         let session = self.registry.find(&id).ok();
         let (has_file, page) = match early {
             Some(early) => early,
@@ -106,8 +148,10 @@ impl Handlers {
         };
         let features = session.as_ref().map(|s| s.state().features.clone()).unwrap_or_default();
         // For an agent that keeps no uuids: which user lines were there before a message was accepted.
+        let reason = self.why_empty(&id, &page)?;
+        let keeps_ids = context.proofs.holds(&context.agent());
         let known_before = |at_ms: i64| -> Vec<&str> {
-            if context.keeps_uuids.load(std::sync::atomic::Ordering::Relaxed) {
+            if keeps_ids {
                 return Vec::new();
             }
             let at = clock::rfc3339(at_ms);
@@ -116,7 +160,7 @@ impl Handlers {
         };
         Ok(Reply::json(&Bootstrap {
             kind,
-            history: History { session_id: &id, page: &page },
+            history: History { session_id: &id, page: &page, reason },
             pending: pending.iter().map(|row| pending_entry(row, &known_before)).collect(),
             delivered: delivered.iter().map(|(uuid, turn_id)| Delivered { uuid, turn_id }).collect(),
             status: session.map(|s| status(&s)),

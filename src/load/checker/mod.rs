@@ -182,7 +182,9 @@ fn check_message(
     verdict.cleared += usize::from(cleared);
 
     let Some(place) = there.first() else {
-        let kept = uuid.is_some_and(|u| pending.contains_key(u)) || cleared || sent.discarded;
+        // The agent answered it, and the server told that no transcript has it: delivered, though nothing shows it.
+        let of = |u: &str| bus.turns_of.get(u).into_iter().flatten().any(|turn| bus.unrecorded.contains(turn));
+        let kept = uuid.is_some_and(|u| pending.contains_key(u) || of(u)) || cleared || sent.discarded;
         if let (Some(a), false) = (accepted, kept) {
             found.push(Violation::Lost { message_id: id(), uuid: a.message_uuid.clone() });
         }

@@ -30,6 +30,8 @@ pub(super) struct Told<'a> {
     pub(super) retried: BTreeSet<&'a str>,
     pub(super) aliases: Vec<(&'a str, &'a str)>,
     pub(super) unaccepted: Vec<(&'a str, &'a str)>,
+    /// Turns that the agent answered and that the server says no transcript holds.
+    pub(super) unrecorded: BTreeSet<&'a str>,
 }
 
 impl<'a> Told<'a> {
@@ -82,6 +84,9 @@ impl<'a> Told<'a> {
                 "chat-complete" | "chat-turn-failed" => {
                     if kept.event == "chat-turn-failed" {
                         failed.extend(members());
+                    }
+                    if kept.data["recorded"] == false {
+                        told.unrecorded.insert(text("turnId"));
                     }
                     let turn = told.turns.entry(text("turnId")).or_default();
                     // A turn we never dispatched is one the agent began itself, or one that could not be started: it

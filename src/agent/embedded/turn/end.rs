@@ -8,6 +8,9 @@ use super::super::shape::{Block, ResultLine, StopReason, fresh};
 use super::super::{Agent, Profile, Stop};
 use super::{EXIT_DIED, TOOL_DENIED, Turn, old_flush_ms};
 
+/// How late 2.1.197 writes the marker of an interrupt.
+const OLD_MARKER_LAG: Duration = Duration::from_millis(100);
+
 /// How a turn ends.
 struct Ending<'a> {
     subtype: &'a str,
@@ -115,9 +118,14 @@ impl Agent {
         let content = format!("[{}]", Obj::new().str("type", "text").str("text", note).end());
         self.say(self.session.user(&content, &uuid, None))?;
         let parent = self.transcript.leaf.replace(uuid.clone());
-        lines += &self.session.interruption_line(parent.as_deref(), &turn.prompt_id, &content, &uuid);
-        self.transcript.append(lines);
+        let marker = self.session.interruption_line(parent.as_deref(), &turn.prompt_id, &content, &uuid);
         let current = self.session.profile == Profile::Current;
+        if current {
+            self.transcript.append(lines + &marker);
+        } else {
+            self.transcript.append(lines);
+            self.transcript.append_at(Instant::now() + OLD_MARKER_LAG, marker);
+        }
         // The old version leaves its stream open.
         if let Some(open) = turn.open.take().filter(|_| current) {
             if let Some(index) = open_index {

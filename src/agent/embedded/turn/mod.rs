@@ -117,6 +117,11 @@ impl Agent {
             }
             None => self.transcript.append(dequeue + &lines),
         }
+        if let Some(late_ms) = script.late_init_ms {
+            self.interrupts = Some(Interrupts::OnlyAnswered);
+            self.wait_until(Some(Instant::now() + Duration::from_millis(late_ms)))?;
+            self.interrupts = Some(script.interrupts.unwrap_or_default());
+        }
         let leader = message.uuid.filter(|_| self.names_uuids());
         self.run(Turn {
             script,
