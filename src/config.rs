@@ -74,6 +74,8 @@ impl std::fmt::Debug for MirrorTo {
 pub const TEXT_BYTES_MAX: usize = 1024 * 1024;
 /// Largest sum of one message's photos, in base64 bytes (WIRE).
 pub const IMAGES_BASE64_BYTES_MAX: usize = 25 * 1024 * 1024;
+/// Most photos of one message: a person attaches a few; each costs some hundred bytes wherever it is, however small.
+pub const IMAGES_MAX: usize = 100;
 /// Messages waiting in one session (then 429).
 pub const QUEUE_MESSAGES_MAX: usize = 1000;
 /// Bytes waiting in one session, text and decoded photos (then 429).

@@ -2,6 +2,7 @@
 //! answer to a question. Rule a change could break: every line is one JSON object and ends in LF, because a line that
 //! is not JSON kills the agent.
 
+use serde::Serialize;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
@@ -13,17 +14,33 @@ use crate::transcript::media::encode_base64;
 /// first `[image#N]` or `[imageN]`; photos that the text does not name follow at the end.
 #[must_use]
 pub fn user_line(turn: &Turn) -> Vec<u8> {
-    let content = if turn.images.is_empty() {
-        Value::String(turn.text.clone())
-    } else {
-        Value::Array(blocks(&turn.text, &turn.images))
-    };
-    line(&json!({
-        "type": "user",
-        "message": { "role": "user", "content": content },
-        "parent_tool_use_id": null,
-        "uuid": turn.turn.as_str(),
-    }))
+    if turn.images.is_empty() {
+        return line_with(turn, &turn.text);
+    }
+    line_with(turn, &blocks(&turn.text, &turn.images))
+}
+
+/// Written straight from what it is made of: a tree of values would be a second copy of it.
+fn line_with<T: Serialize>(turn: &Turn, content: &T) -> Vec<u8> {
+    #[derive(Serialize)]
+    struct Message<'a, T> {
+        role: &'a str,
+        content: &'a T,
+    }
+    #[derive(Serialize)]
+    struct Line<'a, T> {
+        message: Message<'a, T>,
+        parent_tool_use_id: Option<()>,
+        #[serde(rename = "type")]
+        kind: &'a str,
+        uuid: &'a str,
+    }
+    line(&Line {
+        message: Message { role: "user", content },
+        parent_tool_use_id: None,
+        kind: "user",
+        uuid: turn.turn.as_str(),
+    })
 }
 
 /// The stdin line that asks the agent to end its turn.
@@ -78,8 +95,9 @@ pub fn refuse_line(request_id: &str, subtype: &str) -> Vec<u8> {
     }))
 }
 
-fn line(value: &Value) -> Vec<u8> {
-    let mut bytes = value.to_string().into_bytes();
+fn line(value: &impl Serialize) -> Vec<u8> {
+    // Writing texts and numbers to memory cannot fail.
+    let mut bytes = serde_json::to_vec(value).unwrap_or_default();
     bytes.push(b'\n');
     bytes
 }

@@ -26,6 +26,8 @@ use crate::threads::{Doing, doing};
 /// Longest a sender waits for its commit. The journal gives up on a foreign lock after 2 s and on a bad disk at once,
 /// so this is reached only when the disk itself hangs.
 const COMMIT_WAIT: Duration = Duration::from_secs(20);
+/// Bytes of a text that are looked at for its first words.
+const LABEL_LOOK_BYTES: usize = 16 * 1024;
 /// Letters of the first message that name a conversation in the list.
 const LABEL_CHARS: usize = 80;
 
@@ -148,6 +150,8 @@ fn conflict(claim: &Claim) -> Error {
 /// First words of a message, for the list; `None` if it has no words.
 #[must_use]
 pub fn label_of(text: &str) -> Option<String> {
+    // The first words are near the front, behind a few tags at most.
+    let text = &text[..text.floor_char_boundary(LABEL_LOOK_BYTES)];
     let shown = crate::transcript::record::shown_text(text);
     // `<typed user="…">` and its like say who wrote, not what.
     let shown = match shown.trim_start().strip_prefix('<').and_then(|rest| rest.split_once('>')) {

@@ -16,6 +16,7 @@ mod harness; // the harness itself: what it promises to the tests below
 mod input; // what bad input gets, on every route
 mod load; // the load tool from outside
 mod many; // many conversations: live places, threads, flags, frames, many servers, the ends of one
+mod memory; // what a body costs in memory, whatever is in it
 mod promise; // the promise with agents, places and copies that nobody thought of
 mod push; // the live event stream over real sockets
 mod run; // a run of the library with the embedded agent, no server around it

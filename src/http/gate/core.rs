@@ -106,6 +106,8 @@ pub(super) struct Core {
     pub draining: Option<Instant>,
     pub per_address: HashMap<IpAddr, usize>,
     pub spool_bytes: u64,
+    /// Of these, bytes of bodies that a worker has.
+    pub at_work_bytes: u64,
     pub spilled_bytes: u64,
     pub body_bytes: usize,
     pub overdue_now: usize,
@@ -142,6 +144,7 @@ impl Core {
             draining: None,
             per_address: HashMap::new(),
             spool_bytes: 0,
+            at_work_bytes: 0,
             spilled_bytes: 0,
             body_bytes: 0,
             overdue_now: 0,

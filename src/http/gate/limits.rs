@@ -38,6 +38,9 @@ pub struct Limits {
     pub body_memory_max: usize,
     /// Body bytes in memory over all connections; beyond it bodies go to files from their first byte.
     pub bodies_memory_max: usize,
+    /// Bytes of large bodies (those in files) at workers at one time: a worker reads its body whole and needs up to three
+    /// times its size for what it makes of it. Room for the largest that may be sent, and a little beside it.
+    pub bodies_at_work_max: u64,
     /// Bytes of bodies and answers in unlinked files over all connections: forty sends with all the photos they may
     /// have, and little enough that the kernel takes it in without making us wait for the disk.
     pub spool_bytes_max: u64,
@@ -81,6 +84,7 @@ impl Default for Limits {
             count_loopback: false,
             body_memory_max: 64 * 1024,
             bodies_memory_max: 64 * 1024 * 1024,
+            bodies_at_work_max: 40 * 1024 * 1024,
             spool_bytes_max: 1024 * 1024 * 1024,
             spool_answers_max: 128 * 1024 * 1024,
             answer_memory_max: 64 * 1024,

@@ -2,7 +2,7 @@
 //!
 //! Leaves the connection to `line`, bodies and answers to `exchange`, what becomes of answers to `relay`. Rule a change
 //! could break: a lane never has more in flight than it has workers, so that a request never waits behind another one
-//! inside the pool.
+//! inside the pool; and large bodies at workers stay below a bound, while small requests pass those that wait for it.
 
 use std::sync::Arc;
 
@@ -13,6 +13,9 @@ use super::exchange::Exchange;
 use super::request::sizes;
 use super::slab::Key;
 use crate::http::server::EXCHANGE_FIELD;
+
+/// Requests that are looked at behind one whose body is too large for now.
+const LOOK_BEHIND_MAX: usize = 256;
 
 /// A request at a worker, or on the line to one.
 #[derive(Debug)]
@@ -55,17 +58,21 @@ impl Core {
         if !self.line.is_up() {
             return self.want_line();
         }
-        while let Some(lane) = self.next_lane() {
+        // A lane whose waiting requests are all too large for now is passed over.
+        let mut passed = [false; LANES];
+        while let Some(lane) = self.next_lane(passed) {
             if self.hand_next(lane) {
                 self.bulk_first = lane == WORK;
+            } else {
+                passed[lane] = true;
             }
         }
     }
 
     /// The lane whose oldest request goes next: the two that share workers take turns, so that neither starves.
-    fn next_lane(&self) -> Option<usize> {
+    fn next_lane(&self, passed: [bool; LANES]) -> Option<usize> {
         let order = if self.bulk_first { [BULK, WORK, WAIT] } else { [WORK, BULK, WAIT] };
-        order.into_iter().find(|lane| self.queued[*lane] > 0 && self.has_room(*lane))
+        order.into_iter().find(|lane| self.queued[*lane] > 0 && self.has_room(*lane) && !passed[*lane])
     }
 
     /// True when one more request of the lane may be in flight.
@@ -74,15 +81,34 @@ impl Core {
         self.in_flight[lane] < self.parts.lane_max[lane] && (lane == WAIT || ordinary < self.parts.lane_max[WORK])
     }
 
+    /// True if the body of this client's request may go to a worker beside those that are there.
+    pub fn has_room_for_body(&mut self, key: Key) -> bool {
+        let Some(job) = self.clients.get_mut(key).and_then(|client| client.job.as_ref()) else { return true };
+        let (_, file_bytes) = sizes(&job.body);
+        file_bytes == 0
+            || self.at_work_bytes == 0
+            || self.at_work_bytes + file_bytes <= self.parts.limits.bodies_at_work_max
+    }
+
     fn hand_next(&mut self, lane: usize) -> bool {
-        while let Some(key) = self.queues[lane].pop_front() {
-            if self.clients.get_mut(key).is_some_and(|c| c.phase == Phase::Queued) {
+        let mut at = 0;
+        while let Some(key) = self.queues[lane].get(at).copied() {
+            if !self.clients.get_mut(key).is_some_and(|c| c.phase == Phase::Queued) {
+                self.queues[lane].remove(at);
+            } else if self.has_room_for_body(key) {
+                self.queues[lane].remove(at);
                 self.queued[lane] -= 1;
                 self.hand(key, lane);
                 return true;
+            } else if at == LOOK_BEHIND_MAX {
+                return false;
+            } else {
+                at += 1;
             }
         }
-        self.queued[lane] = 0;
+        if at == 0 {
+            self.queued[lane] = 0;
+        }
         false
     }
 
@@ -110,6 +136,7 @@ impl Core {
         job.progress = now;
         let deadline = now + job.answer_time;
         self.in_flight[lane] += 1;
+        self.at_work_bytes += file_bytes;
         self.arm(key, deadline);
     }
 
@@ -119,6 +146,7 @@ impl Core {
             return;
         };
         self.in_flight[flight.lane] -= 1;
+        self.at_work_bytes -= flight.file_bytes;
         self.overdue_now -= usize::from(flight.overdue);
         let client = flight.client.and_then(|key| self.clients.get_mut(key));
         match client.and_then(|c| c.job.as_mut()) {
@@ -137,6 +165,7 @@ impl Core {
     pub(super) fn land(&mut self, key: Key) -> Option<Key> {
         let flight = self.flights.remove(key)?;
         self.in_flight[flight.lane] -= 1;
+        self.at_work_bytes -= flight.file_bytes;
         self.overdue_now -= usize::from(flight.overdue);
         self.body_bytes -= flight.memory_bytes;
         self.spool_bytes -= flight.file_bytes;

@@ -242,15 +242,15 @@ impl Core {
         let Some(job) = client.job.as_ref() else {
             return Step::Close;
         };
-        match job.target {
+        let (target, class) = (job.target, job.class);
+        match target {
             Target::Login => {
                 let reply = self.log_in(key);
                 self.answer(key, reply, false);
                 Step::More
             }
             Target::Pool(lane) => {
-                let class = job.class;
-                if self.queued[lane] == 0 && self.has_room(lane) && self.line.is_up() {
+                if self.queued[lane] == 0 && self.has_room(lane) && self.line.is_up() && self.has_room_for_body(key) {
                     self.hand(key, lane);
                     return Step::Wait;
                 } else if self.queued[lane] >= queue_max {

@@ -1,20 +1,127 @@
 //! A JSON body to typed fields; every refusal names its field. Leaves what fields mean to the handlers.
-//! Rule a change could break: an unknown field is ignored, a known one of the wrong type never is.
+//! Rule a change could break: an unknown field is ignored and nothing of it is kept, a known one of the wrong type never
+//! is; what is kept of a body is no more than its known fields.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::fmt;
 
 use serde::Deserialize;
+use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use crate::config::{IMAGES_BASE64_BYTES_MAX, TEXT_BYTES_MAX};
+use crate::config::{IMAGES_BASE64_BYTES_MAX, IMAGES_MAX, TEXT_BYTES_MAX};
 use crate::error::{Code, Error, Result};
 use crate::ids::{MessageId, MessageUuid, SessionId};
 use crate::inbox::Image;
 use crate::transcript::media::decode_base64;
 
-/// The fields of a JSON object, not yet read.
-pub struct Fields<'a>(HashMap<Cow<'a, str>, &'a RawValue>);
+/// The fields that some route knows.
+const NAMES: [&str; 10] = [
+    "session",
+    "message",
+    "messageId",
+    "messageUuid",
+    "images",
+    "seedFeatures",
+    "feature",
+    "value",
+    "thread",
+    "description",
+];
+/// Features of a new conversation that are read; there are fewer.
+const SEEDS_MAX: usize = 32;
+
+/// The known fields of a JSON object, not yet read; of a field that comes twice the last counts.
+pub struct Fields<'a>([Option<&'a RawValue>; NAMES.len()]);
+
+impl<'de> Deserialize<'de> for Fields<'de> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        struct Read;
+        impl<'de> Visitor<'de> for Read {
+            type Value = Fields<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a JSON object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Fields<'de>, A::Error> {
+                let mut fields = Fields(Default::default());
+                while let Some(key) = map.next_key::<Cow<'de, str>>()? {
+                    match NAMES.iter().position(|name| *name == key) {
+                        Some(at) => fields.0[at] = Some(map.next_value()?),
+                        None => {
+                            map.next_value::<IgnoredAny>()?;
+                        }
+                    }
+                }
+                Ok(fields)
+            }
+        }
+        from.deserialize_map(Read)
+    }
+}
+
+/// At most so many items of a list are kept, and all are counted.
+struct Few<T, const MAX: usize> {
+    items: Vec<T>,
+    count: usize,
+}
+
+impl<'de, T: Deserialize<'de>, const MAX: usize> Deserialize<'de> for Few<T, MAX> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        struct Read<T, const MAX: usize>(std::marker::PhantomData<T>);
+        impl<'de, T: Deserialize<'de>, const MAX: usize> Visitor<'de> for Read<T, MAX> {
+            type Value = Few<T, MAX>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a list")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> std::result::Result<Few<T, MAX>, A::Error> {
+                let mut few = Few { items: Vec::new(), count: 0 };
+                while few.count < MAX {
+                    let Some(item) = list.next_element()? else { return Ok(few) };
+                    few.items.push(item);
+                    few.count += 1;
+                }
+                while list.next_element::<IgnoredAny>()?.is_some() {
+                    few.count += 1;
+                }
+                Ok(few)
+            }
+        }
+        from.deserialize_seq(Read(std::marker::PhantomData))
+    }
+}
+
+/// A JSON object of texts, of which few are kept.
+struct Texts(Vec<(String, String)>);
+
+impl<'de> Deserialize<'de> for Texts {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        struct Read;
+        impl<'de> Visitor<'de> for Read {
+            type Value = Texts;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of texts")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Texts, A::Error> {
+                let mut texts: Vec<(String, String)> = Vec::new();
+                while let Some((name, value)) = map.next_entry::<String, String>()? {
+                    texts.retain(|(other, _)| *other != name);
+                    texts.push((name, value));
+                    if texts.len() > SEEDS_MAX {
+                        return Err(serde::de::Error::custom("too many"));
+                    }
+                }
+                Ok(Texts(texts))
+            }
+        }
+        from.deserialize_map(Read)
+    }
+}
 
 impl<'a> Fields<'a> {
     /// Reads the outer object.
@@ -23,12 +130,13 @@ impl<'a> Fields<'a> {
     /// `bad_json` for what is not a JSON object in UTF-8.
     pub fn read(body: &'a [u8]) -> Result<Self> {
         serde_json::from_slice(body)
-            .map(Fields)
             .map_err(|e| Error::new(Code::BadJson, format!("the body is not a JSON object: {e}")))
     }
 
     fn optional<T: Deserialize<'a>>(&self, name: &str, shape: &str) -> Result<Option<T>> {
-        let Some(raw) = self.0.get(name) else { return Ok(None) };
+        let at = NAMES.iter().position(|known| *known == name);
+        debug_assert!(at.is_some(), "{name} is missing in NAMES");
+        let Some(raw) = at.and_then(|at| self.0[at]) else { return Ok(None) };
         serde_json::from_str(raw.get()).map_err(|_| bad(name, &format!("is not {shape}")))
     }
 
@@ -77,8 +185,15 @@ impl<'a> Fields<'a> {
 
     /// The `images` field, decoded.
     pub fn images(&self) -> Result<Vec<Image>> {
-        let list: Vec<RawImage<'a>> =
-            self.optional("images", "a list of {id, mimeType, dataBase64}")?.unwrap_or_default();
+        let few: Option<Few<RawImage<'a>, IMAGES_MAX>> =
+            self.optional("images", "a list of {id, mimeType, dataBase64}")?;
+        let Some(Few { items: list, count }) = few else { return Ok(Vec::new()) };
+        if count > IMAGES_MAX {
+            return Err(Error::new(
+                Code::TooLarge,
+                format!("images has {count} photos, at most {IMAGES_MAX} may be sent in one message"),
+            ));
+        }
         let all: usize = list.iter().map(|i| i.data_base64.len()).sum();
         if all > IMAGES_BASE64_BYTES_MAX {
             return Err(Error::new(
@@ -91,9 +206,10 @@ impl<'a> Fields<'a> {
 
     /// The `seedFeatures` field: name to value.
     pub fn seeds(&self) -> Result<Vec<(String, String)>> {
-        let map: Option<std::collections::BTreeMap<String, String>> =
-            self.optional("seedFeatures", "an object of texts")?;
-        Ok(map.unwrap_or_default().into_iter().collect())
+        let map: Option<Texts> = self.optional("seedFeatures", "an object of texts, of which there are few")?;
+        let mut seeds = map.map(|texts| texts.0).unwrap_or_default();
+        seeds.sort();
+        Ok(seeds)
     }
 }
 
@@ -104,19 +220,12 @@ fn bad(field: &str, what: &str) -> Error {
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct RawImage<'a> {
-    #[serde(default)]
-    id: Option<ImageId>,
+    #[serde(default, borrow)]
+    id: Option<&'a RawValue>,
     #[serde(borrow)]
     mime_type: Cow<'a, str>,
     #[serde(borrow)]
     data_base64: Cow<'a, str>,
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum ImageId {
-    Number(u32),
-    Text(String),
 }
 
 impl RawImage<'_> {
@@ -134,10 +243,15 @@ impl RawImage<'_> {
             .ok_or_else(|| bad(&name("dataBase64"), "is not the base64 of a photo"))?;
         // `[image#N]` names a photo by number; without one, its place in the list counts from 1.
         let place = u32::try_from(at + 1).unwrap_or(u32::MAX);
-        let number = match &self.id {
-            Some(ImageId::Number(n)) => *n,
-            Some(ImageId::Text(t)) => t.trim_start_matches("image").trim_start_matches('#').parse().unwrap_or(place),
-            None => place,
+        let number = match self.id.map(|raw| raw.get()) {
+            None | Some("null") => place,
+            Some(text) if text.starts_with('"') => {
+                let text: Cow<'_, str> = serde_json::from_str(text).map_err(|_| bad(&name("id"), "is not a text"))?;
+                text.trim_start_matches("image").trim_start_matches('#').parse().unwrap_or(place)
+            }
+            Some(number) => {
+                number.parse().map_err(|_| bad(&name("id"), "is neither a text nor a number from 0 to 4294967295"))?
+            }
         };
         Ok(Image { number, mime: self.mime_type.clone().into_owned(), bytes: bytes.into() })
     }

@@ -26,9 +26,9 @@ fn did(did: Did) -> Reply {
 }
 
 impl Handlers {
-    pub(super) fn send(&self, body: &[u8]) -> Result<Reply> {
+    pub(super) fn send(&self, body: Vec<u8>) -> Result<Reply> {
         self.ensure_open()?;
-        let fields = Fields::read(body)?;
+        let fields = Fields::read(&body)?;
         let word = Word::parse(&fields.text("session")?)?;
         let draft = Draft {
             text: fields.message()?,
@@ -39,6 +39,8 @@ impl Handlers {
         if draft.text.trim().is_empty() && draft.images.is_empty() {
             return Err(Error::new(Code::BadField, "message is empty, and no photo is attached"));
         }
+        // All that is needed of it is in the draft: what waits for the disk should not hold it twice.
+        drop(body);
         let mut answer = match chat::send(&self.registry, &word, draft)? {
             Sent::Accepted { session, message, event, turn: Some(turn) } => {
                 json!({"sessionId": session, "messageUuid": message, "eventId": event, "turnId": turn})

@@ -49,7 +49,7 @@ impl Handler for Handlers {
     fn answer(&self, incoming: Incoming) -> Result<Reply> {
         let Incoming { route, body, range, if_none_match, accepts_gzip } = incoming;
         match route {
-            Route::Send => self.send(&body),
+            Route::Send => self.send(body),
             Route::Interrupt => self.interrupt(&body),
             Route::Stop => self.stop(&body),
             Route::Restart => self.restart(&body),
