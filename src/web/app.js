@@ -161,12 +161,19 @@ function took(o, answer, asked) {
       grow();
     }
     if (answer.kind === "unavailable") o.error = answer.error || "The record of this conversation cannot be read just now.";
-    o.again ||= o.talk.adopt(answer);
+    // Taken in any case: what is skipped here would be forgotten below and shown by nobody until the next answer.
+    const incomplete = o.talk.adopt(answer);
+    o.again ||= incomplete;
     if (stuck && o.talk.entries.length > KEPT_MAX) {
       const drop = o.talk.entries.length - TAIL;
       o.talk.entries = o.talk.entries.slice(drop);
       o.talk.offset += drop;
     }
+    // A conversation without a transcript says why, once something was said in it.
+    const { code, text } = answer.reason ?? {};
+    o.unkept = code === "agent_keeps_none";
+    o.notes = o.notes.filter((n) => n.key !== "n:reason");
+    if (o.unkept || code === "transcript_gone") o.notes.push({ key: "n:reason", text: text[0].toUpperCase() + text.slice(1) + "." });
     o.features = answer.features ?? o.features;
     // A phase heard since we asked is at least as new as the answer's.
     const status = answer.status ?? {};
@@ -210,6 +217,8 @@ async function catchUp(o, turn) {
 
 /** Turns that ended leave once the transcript shows what they said; one that it never shows leaves after some tries. */
 function settleTurns(o) {
+  // What no transcript will ever show stays as it was heard, as long as this page is open.
+  if (o.unkept) return;
   const uuids = new Set(o.talk.entries.map((e) => e.uuid));
   for (const turn of o.turns.values()) {
     if (!turn.ended) continue;

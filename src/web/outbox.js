@@ -29,6 +29,7 @@ async function base64(bytes, type) {
 export class Outbox {
   items = []; // oldest first: {messageId, conv, session, text, images, at, known, attempted, state, error?, messageUuid?, turnId?, eventId?}
   busy = new Set(); // conversations with a send under way
+  stored = new Set(); // messageIds that were seen in IndexedDB
   db = null;
   tab = "BroadcastChannel" in globalThis ? new BroadcastChannel("beebox-outbox") : null;
 
@@ -55,7 +56,10 @@ export class Outbox {
 
   async keep(item) {
     try {
-      if (this.db) await asked(this.store().put(item));
+      if (this.db) {
+        await asked(this.store().put(item));
+        this.stored.add(item.messageId);
+      }
     } catch { /* no room: the copy in memory is still sent */ }
     this.tab?.postMessage({});
   }
@@ -66,9 +70,14 @@ export class Outbox {
     const kept = await asked(this.store("readonly").getAll()).catch(() => null);
     if (!kept) return;
     const mine = new Map(this.items.map((i) => [i.messageId, i]));
-    this.items = this.items.filter((i) => i.messageUuid || kept.some((k) => k.messageId === i.messageId));
+    // Gone from the store is only what was in it: a message written while this was read may not be there yet.
+    const inStore = new Set(kept.map((k) => k.messageId));
+    this.items = this.items.filter((i) => i.messageUuid || inStore.has(i.messageId) || !this.stored.has(i.messageId));
     for (const k of kept) {
+      this.stored.add(k.messageId);
       const have = mine.get(k.messageId);
+      // Answered meanwhile: what was read is older, and would move the copy back to where it was written.
+      if (have?.messageUuid) continue;
       if (have) Object.assign(have, { attempted: have.attempted || k.attempted, state: k.state, error: k.error, session: k.session, conv: k.conv });
       else this.items.push(k);
     }
