@@ -73,11 +73,12 @@ pub fn threads_page() -> String {
         let (state, cpu_ms) = kernel_view(row.tid).unwrap_or(('?', 0));
         let _ = writeln!(
             page,
-            "  {:<15} tid {:<7} {state}  cpu {cpu_ms:>6} ms  {} for {}",
+            "  {:<15} tid {:<7} {state}  cpu {cpu_ms:>6} ms  {} for {}{}",
             row.name.as_str(),
             row.tid,
             row.doing.words(),
-            span(row.for_ms)
+            span(row.for_ms),
+            row.session.map(|session| format!("  session {session}")).unwrap_or_default()
         );
     }
     for (tid, name) in others {

@@ -133,6 +133,8 @@ struct Slot {
     name_high: AtomicU64,
     doing: AtomicU8,
     since_ms: AtomicU64,
+    /// The first eight letters of the session that it is at work for; 0 for none.
+    session: AtomicU64,
 }
 
 #[expect(clippy::declare_interior_mutable_const, reason = "the seed of a static array, never used otherwise")]
@@ -142,6 +144,7 @@ const FREE: Slot = Slot {
     name_high: AtomicU64::new(0),
     doing: AtomicU8::new(0),
     since_ms: AtomicU64::new(0),
+    session: AtomicU64::new(0),
 };
 
 static TABLE: [Slot; SLOTS] = [FREE; SLOTS];
@@ -177,6 +180,7 @@ impl Listed {
                 slot.name_low.store(u64::from_le_bytes(low.try_into().unwrap_or_default()), Ordering::Relaxed);
                 slot.name_high.store(u64::from_le_bytes(high.try_into().unwrap_or_default()), Ordering::Relaxed);
                 slot.doing.store(Doing::Working as u8, Ordering::Relaxed);
+                slot.session.store(0, Ordering::Relaxed);
                 slot.since_ms.store(monotonic_ms(), Ordering::Release);
                 MINE.set(Some(at));
                 return Self(Some(at));
@@ -215,6 +219,28 @@ impl Drop for DoingGuard {
         if let Some((at, was)) = self.0 {
             TABLE[at].doing.store(was, Ordering::Relaxed);
             TABLE[at].since_ms.store(monotonic_ms(), Ordering::Relaxed);
+        }
+    }
+}
+
+/// Says for which session the calling thread is at work until the guard drops.
+#[must_use = "the thread reads as being at work for it only while the guard lives"]
+pub struct SessionGuard(Option<(usize, u64)>);
+
+/// Marks the calling thread as being at work for `session` until the guard drops. Costs a relaxed store.
+pub fn at_work_for(session: &crate::ids::SessionId) -> SessionGuard {
+    let Some(at) = MINE.get() else { return SessionGuard(None) };
+    let mut letters = [0; 8];
+    for (letter, of) in letters.iter_mut().zip(session.as_str().bytes()) {
+        *letter = of;
+    }
+    SessionGuard(Some((at, TABLE[at].session.swap(u64::from_le_bytes(letters), Ordering::Relaxed))))
+}
+
+impl Drop for SessionGuard {
+    fn drop(&mut self) {
+        if let Some((at, was)) = self.0 {
+            TABLE[at].session.store(was, Ordering::Relaxed);
         }
     }
 }
@@ -319,6 +345,8 @@ pub struct Row {
     pub doing: Doing,
     /// For how long, in milliseconds.
     pub for_ms: u64,
+    /// The first letters of the id of the session that it is at work for.
+    pub session: Option<String>,
 }
 
 /// Every listed thread, and how many are unlisted. Takes no lock.
@@ -338,7 +366,10 @@ pub fn table() -> (Vec<Row>, u64) {
             let len = bytes.iter().position(|b| *b == 0).unwrap_or(NAME_BYTES_MAX) as u8;
             let doing = Doing::ALL[usize::from(slot.doing.load(Ordering::Relaxed)).min(Doing::ALL.len() - 1)];
             let since = slot.since_ms.load(Ordering::Relaxed);
-            Some(Row { tid, name: Name { bytes, len }, doing, for_ms: now.saturating_sub(since) })
+            let letters = slot.session.load(Ordering::Relaxed).to_le_bytes();
+            let letters: Vec<u8> = letters.into_iter().take_while(|letter| *letter != 0).collect();
+            let session = String::from_utf8(letters).ok().filter(|letters| !letters.is_empty());
+            Some(Row { tid, name: Name { bytes, len }, doing, for_ms: now.saturating_sub(since), session })
         })
         .collect();
     (rows, UNLISTED.load(Ordering::Relaxed))

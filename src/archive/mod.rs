@@ -22,7 +22,7 @@ pub use trace::{Sought, TailWatch, Trace};
 
 use crate::error::{Code, Error, Result};
 use crate::ids::SessionId;
-use crate::threads::{Doing, doing};
+use crate::threads::{Doing, at_work_for, doing};
 use crate::transcript::entry::{Entry, ToolResult, build, build_stub, sniffed_result};
 use crate::transcript::index::{Index, Mark, Plan, Step};
 use crate::transcript::line::{Scanner, Seen};
@@ -115,6 +115,7 @@ impl Archive {
     /// # Errors
     /// [`Code::Unreadable`]: the transcript is there and cannot be read.
     pub fn history(&self, session: &SessionId, window: Window) -> Result<Page> {
+        let _for = at_work_for(session);
         let _at = doing(Doing::ReadFile);
         let Some(path) = self.inner.finder.path_of(session) else {
             return Ok(Page::empty());
@@ -237,6 +238,7 @@ impl Archive {
     /// [`Code::NotFound`]: no such entry, no such photo, or its payload is not whole base64; [`Code::TooLarge`]: it
     /// stands in a line over 64 MiB; [`Code::Unreadable`]: the transcript cannot be read.
     pub fn media(&self, media: &MediaRef) -> Result<MediaFile> {
+        let _for = at_work_for(&media.session);
         let _at = doing(Doing::ReadFile);
         let missing = || Error::new(Code::NotFound, format!("no photo {media}"));
         let path = self.inner.finder.path_of(&media.session).ok_or_else(missing)?;

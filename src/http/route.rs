@@ -173,6 +173,38 @@ classes! {
 }
 
 impl Route {
+    /// The conversation that its address names.
+    #[must_use]
+    pub fn session(&self) -> Option<&SessionId> {
+        match self {
+            Route::History { session, .. } | Route::Status { session } | Route::GetFeatures { session } => {
+                Some(session)
+            }
+            Route::Bootstrap { session, .. } => session.as_ref(),
+            Route::Media { media, .. } => Some(&media.session),
+            Route::Send
+            | Route::Sessions
+            | Route::Interrupt
+            | Route::Stop
+            | Route::Restart
+            | Route::Reset
+            | Route::PendingImage { .. }
+            | Route::Retry
+            | Route::Discard
+            | Route::SetFeature
+            | Route::Turns { .. }
+            | Route::ThreadsSend
+            | Route::Threads
+            | Route::Events
+            | Route::DebugThreads
+            | Route::Healthz
+            | Route::Readyz
+            | Route::Metrics
+            | Route::Login
+            | Route::Asset { .. } => None,
+        }
+    }
+
     /// The route without its arguments.
     #[must_use]
     pub fn class(&self) -> Class {

@@ -167,8 +167,10 @@ fn serve(shared: &Shared, listening: Listening<'_>, request: tiny_http::Request)
         return;
     };
     let head_only = asked.method == "HEAD";
+    let route = route::parse(&asked.method, &asked.url).map_err(|refusal| refusal.error);
+    let _for = route.as_ref().ok().and_then(Route::session).map(threads::at_work_for);
     // The handler and the reader of its reply are foreign code: what they leave half done is dropped with them.
-    let reply = catch_unwind(AssertUnwindSafe(|| answer(shared, asked, body))).unwrap_or_else(|_| {
+    let reply = catch_unwind(AssertUnwindSafe(|| answer(shared, route?, asked, body))).unwrap_or_else(|_| {
         log::error!("a handler panicked");
         Err(Error::internal("a fault of ours; it is in the log"))
     });
@@ -217,8 +219,7 @@ impl Asked {
     }
 }
 
-fn answer(shared: &Shared, asked: Asked, body: Store) -> Result<Reply> {
-    let route = route::parse(&asked.method, &asked.url).map_err(|refusal| refusal.error)?;
+fn answer(shared: &Shared, route: Route, asked: Asked, body: Store) -> Result<Reply> {
     let Asked { range, if_none_match, accepts_gzip, .. } = asked;
     let body = body.into_bytes()?;
     shared.handler.answer(Incoming { route, range, if_none_match, accepts_gzip, body })

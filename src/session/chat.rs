@@ -21,7 +21,7 @@ use crate::journal::{
 };
 use crate::lifecycle::machine::{Did, Fact};
 use crate::sync::bounded;
-use crate::threads::{Doing, doing};
+use crate::threads::{Doing, at_work_for, doing};
 
 /// Longest a sender waits for its commit. The journal gives up on a foreign lock after 2 s and on a bad disk at once,
 /// so this is reached only when the disk itself hangs.
@@ -89,7 +89,7 @@ pub fn send(registry: &Arc<Registry>, word: &Word, draft: Draft) -> Result<Sent>
             state.features = features;
         }
     }
-    let sent = accept(&session, draft, claim, None);
+    let sent = accept(&session, draft, claim, None, None);
     if matches!(sent, Ok(Sent::Accepted { .. })) {
         registry.recorded(&session);
         return sent;
@@ -163,12 +163,16 @@ pub fn label_of(text: &str) -> Option<String> {
     (!label.is_empty()).then_some(label)
 }
 
+/// What is done when a message lands whose sender had given up; called on the journal's thread, so it must not block.
+pub(super) type Late = Box<dyn FnOnce() + Send>;
+
 /// Records a message in the conversation's queue. The heart of the promise: returns `Accepted` only after the commit.
 pub(super) fn accept(
     session: &Arc<Session>,
     draft: Draft,
     claim: Option<Claim>,
     thread: Option<String>,
+    late: Option<Late>,
 ) -> Result<Sent> {
     let place = session.reserve(1)?;
     let message = Arc::new(Message {
@@ -232,6 +236,9 @@ pub(super) fn accept(
                     session.keep_row();
                     if gave_up && let Some(registry) = session.context.registry() {
                         registry.recorded(&session);
+                        if let Some(late) = late {
+                            late();
+                        }
                     }
                 }
                 // The machine learns first: who has the answer and asks for the status sees the message counted.
@@ -242,6 +249,7 @@ pub(super) fn accept(
         );
     }
     let outcome = {
+        let _for = at_work_for(&session_id);
         let _at = doing(Doing::WaitCommit);
         match answered.recv_timeout(COMMIT_WAIT) {
             // It came just now.
@@ -290,6 +298,7 @@ fn after_commit(session: &Session) -> Result<()> {
             let _ = answer.send(done.map(|_| ()));
         }),
     );
+    let _for = at_work_for(&session.id());
     let _at = doing(Doing::WaitCommit);
     answered.recv_timeout(COMMIT_WAIT).unwrap_or_else(|_| {
         Err(Error::new(Code::CannotRecord, "what was done is not recorded yet; it is kept and tried again"))
@@ -385,6 +394,7 @@ fn record(
             let _ = answer.send(done.map(|_| ()));
         }),
     );
+    let _for = at_work_for(&session.id());
     let _at = doing(Doing::WaitCommit);
     answered
         .recv_timeout(COMMIT_WAIT)

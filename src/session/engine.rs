@@ -388,7 +388,7 @@ impl Session {
             Effect::Start(run) => late.push(Late::Start(run, state.id.clone(), state.resumable)),
             Effect::Dispatch { turn, members, attempt } => return self.dispatch(state, turn, &members, attempt),
             Effect::Send { run, turn, members } => {
-                self.context.turns.begin(&turn);
+                self.context.turns.begin(&turn, &state.id);
                 state.said.clear();
                 let (text, images) = inbox::merge(&members);
                 let mut text = with_snapshot(&state.features, &text, members.len() == 1);
@@ -792,6 +792,7 @@ impl Session {
 
     /// Waits on the condvar of the lock until `met`, until `deadline` at most. True if it is met.
     pub(super) fn wait_until(&self, deadline: Instant, met: impl Fn(&State) -> bool) -> bool {
+        let _for = crate::threads::at_work_for(&self.id());
         let _at = crate::threads::doing(crate::threads::Doing::WaitTurn);
         let mut state = self.state.lock();
         while !met(&state) {

@@ -168,7 +168,7 @@ impl RunListener for Listener {
                 session.apply(Fact::Spoke(run));
             }
             RunFact::AgentTurnBegan { turn } => {
-                session.context.turns.begin(&turn);
+                session.context.turns.begin(&turn, &session.id());
                 session.apply_reserved(Fact::AgentTurnBegan(run, turn));
             }
             RunFact::Frame { turn, msg } => {

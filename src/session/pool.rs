@@ -20,7 +20,7 @@ use crate::journal::{Change, Claim, ClaimAnswer, KeptAnswer, KeptEvent, Unit, co
 use crate::lifecycle::PhaseKind;
 use crate::lifecycle::machine::Fact;
 use crate::sync::{Condvar, Mutex};
-use crate::threads::{Doing, doing};
+use crate::threads::{Doing, at_work_for, doing};
 
 /// How long a message waits for the turns before it (CONTRACT §4).
 pub const WAIT_LIMIT: Duration = Duration::from_secs(60);
@@ -110,7 +110,7 @@ impl Pool {
     ///
     /// # Errors
     /// `busy` if the turns before it do not end in time, `content_conflict`, `cannot_record`.
-    pub fn send(&self, message: ThreadMessage) -> Result<Answer> {
+    pub fn send(self: &Arc<Self>, message: ThreadMessage) -> Result<Answer> {
         let deadline = Instant::now() + self.wait_limit;
         let none: &[Image] = &[];
         let claim = message
@@ -120,7 +120,11 @@ impl Pool {
         if let Some(answer) = self.kept_answer(claim.as_ref())? {
             return Ok(answer);
         }
-        let turnstile = self.wait_in_line(deadline)?;
+        let known = self.line.lock().records.get(&message.thread).and_then(|record| record.session_id.clone());
+        let turnstile = {
+            let _for = known.as_ref().map(at_work_for);
+            self.wait_in_line(deadline)?
+        };
         // The first send of this messageId may have been in the line before us.
         if let Some(answer) = self.kept_answer(claim.as_ref())? {
             return Ok(answer);
@@ -132,7 +136,12 @@ impl Pool {
             message_id: message.message_id.clone(),
             seeds: Vec::new(),
         };
-        let sent = chat::accept(&session, draft, claim, Some(message.thread.clone()));
+        let late = {
+            let (pool, session) = (Arc::clone(self), session.clone());
+            let (thread, description) = (message.thread.clone(), message.description.clone());
+            Box::new(move || pool.count(&thread, description, &session))
+        };
+        let sent = chat::accept(&session, draft, claim, Some(message.thread.clone()), Some(late));
         if !matches!(sent, Ok(Sent::Accepted { .. })) {
             self.registry.forget_unrecorded(&session);
         }
@@ -144,7 +153,7 @@ impl Pool {
             }
         };
         self.registry.recorded(&session);
-        self.count(&message, &session);
+        self.count(&message.thread, message.description.clone(), &session);
         // The turnstile is held until the answer is kept: the next one in line sees what a failed turn changed.
         let answer = wait_for_answer(&session, &uuid)?;
         if !answer.success {
@@ -275,24 +284,24 @@ impl Pool {
         }
     }
 
-    fn count(&self, message: &ThreadMessage, session: &Session) {
+    fn count(&self, thread: &str, description: Option<String>, session: &Session) {
         let now = clock::now_ms();
         let id = session.id();
         let record = {
             let mut line = self.line.lock();
-            let record = line.records.entry(message.thread.clone()).or_insert_with(|| Record::fresh(now));
+            let record = line.records.entry(thread.to_owned()).or_insert_with(|| Record::fresh(now));
             if record.session_id.as_ref() != Some(&id) {
                 *record = Record { description: record.description.clone(), ..Record::fresh(now) };
                 record.session_id = Some(id);
             }
             record.last_used_ms = now;
             record.message_count += 1;
-            if message.description.is_some() {
-                record.description.clone_from(&message.description);
+            if description.is_some() {
+                record.description = description;
             }
             record.clone()
         };
-        self.keep(&message.thread, &record);
+        self.keep(thread, &record);
     }
 
     /// After a turn that ended in error the thread's next message begins a fresh session.
@@ -341,6 +350,7 @@ impl Pool {
 
 /// Waits until the message has its answer. The turn itself has no limit; its end is certain (result, death or stop).
 fn wait_for_answer(session: &Arc<Session>, message: &MessageUuid) -> Result<Answer> {
+    let _for = at_work_for(&session.id());
     let journal = &session.context.journal;
     loop {
         let commits = session.state().commits;

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use crate::ids::TurnId;
+use crate::ids::{SessionId, TurnId};
 use crate::sync::{Condvar, Mutex};
-use crate::threads::{Doing, doing};
+use crate::threads::{Doing, at_work_for, doing};
 
 /// Frames kept of one turn.
 pub const FRAMES_MAX: usize = 4_000;
@@ -52,6 +52,8 @@ struct Buffer {
     bytes: usize,
     last_seq: u64,
     ended: Option<(Instant, Option<String>)>,
+    /// Whose turn it is, for dumps.
+    session: Option<SessionId>,
 }
 
 /// All buffers of the server.
@@ -80,12 +82,14 @@ impl Kept {
 
 impl TurnBuffers {
     /// Opens a buffer; frames of a turn without one are not kept.
-    pub fn begin(&self, turn: &TurnId) {
+    pub fn begin(&self, turn: &TurnId, session: &SessionId) {
         let mut kept = self.kept.lock();
         if kept.turns.len() >= TURNS_MAX {
             kept.forget_oldest();
         }
-        kept.turns.entry(turn.clone()).or_default().ended = None;
+        let buffer = kept.turns.entry(turn.clone()).or_default();
+        buffer.ended = None;
+        buffer.session = Some(session.clone());
     }
 
     /// Forgets turns whose time is over.
@@ -142,6 +146,7 @@ impl TurnBuffers {
                     gap: after + 1 < first,
                 });
             }
+            let _for = buffer.session.as_ref().map(at_work_for);
             let _at = doing(Doing::WaitTurn);
             self.changed.wait_until(&mut kept, deadline);
         }
@@ -161,7 +166,7 @@ mod tests {
         let buffers = TurnBuffers::default();
         let turn = TurnId::fresh();
         assert!(buffers.read(&turn, 0, Duration::ZERO).is_none());
-        buffers.begin(&turn);
+        buffers.begin(&turn, &SessionId::fresh());
         for i in 0..FRAMES_MAX + 10 {
             assert_eq!(buffers.push(&turn, raw("1")), i as u64 + 1);
         }
@@ -178,7 +183,7 @@ mod tests {
     fn bytes_of_a_turn_are_bounded() {
         let buffers = TurnBuffers::default();
         let turn = TurnId::fresh();
-        buffers.begin(&turn);
+        buffers.begin(&turn, &SessionId::fresh());
         let big = raw(&format!("\"{}\"", "x".repeat(3 * 1024 * 1024)));
         for _ in 0..4 {
             buffers.push(&turn, big.clone());
@@ -193,7 +198,7 @@ mod tests {
         let big = raw(&format!("\"{}\"", "x".repeat(7 * 1024 * 1024)));
         let turns: Vec<TurnId> = (0..12).map(|_| TurnId::fresh()).collect();
         for turn in &turns {
-            buffers.begin(turn);
+            buffers.begin(turn, &SessionId::fresh());
             buffers.push(turn, big.clone());
             buffers.end(turn, None);
         }

@@ -536,3 +536,44 @@ fn an_agent_that_keeps_nothing_is_waited_for_once_not_at_every_turn() {
     let stderr = server.stderr();
     assert_eq!(stderr.matches("the transcript lacks").count(), 1, "{stderr}");
 }
+
+#[test]
+fn a_thread_message_recorded_after_its_sender_gave_up_is_in_the_threads_record() {
+    let place = Place::new();
+    let hold = place.path("hold");
+    let fault = format!("before_record=hold:{}", hold.display());
+    let server = place.options().env("BEEBOX_FAULT", &fault).start();
+    let post = |id: &str| {
+        let body = serde_json::json!({"thread": "anna", "message": "{{say=ok}}", "messageId": id});
+        server.post("/api/threads/send", &body)
+    };
+    let count = || server.get_json("/api/threads")["threads"][0]["messageCount"].as_u64().unwrap_or(0);
+    assert_eq!((post("first").status, count()), (200, 1));
+    std::fs::write(&hold, "").unwrap();
+    let unknown = post("second");
+    assert_eq!((unknown.status, count()), (503, 1), "{}", unknown.text());
+    std::fs::remove_file(&hold).unwrap();
+    server.wait_until("the record", |_| (count() == 2).then_some(()));
+    assert_eq!((post("second").status, count()), (200, 2), "a repeat is no third message");
+}
+
+#[test]
+fn a_worker_that_waits_says_in_the_dump_for_which_session() {
+    let server = Server::new();
+    let (first, _) = server.converse("new", "hello");
+    let running = server.send(&first.session_id, "{{hang}}");
+    server.wait_phase(&first.session_id, "streaming");
+    let letters = &first.session_id[..8];
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| {
+            server.get(&format!("/api/chat/turns/{}?after=9999&wait=20000", running.message_uuid));
+        });
+        server.wait_until("the worker's row", |s| {
+            let dump = s.get("/api/debug/threads").text();
+            let row = |l: &str| l.contains("waits for a turn to end") && l.contains(&format!("session {letters}"));
+            dump.lines().any(row).then_some(())
+        });
+        server.control("stop", &first.session_id);
+        waits.join().unwrap();
+    });
+}
