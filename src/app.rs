@@ -114,7 +114,12 @@ impl App {
             Some(to) => Some(Arc::new(mirror::start(&to.url, &to.name, &bus, Arc::new(journal.clone()))?)),
             None => None,
         };
-        let push = Arc::new(push::start(bus, Arc::new(journal.clone()), PushLimits::default())?);
+        // The pool's one run is beside the cap.
+        let (limits, agents) = (Limits::default(), config.live_max + 1);
+        let mut push_limits = PushLimits::default();
+        push_limits.clients_max =
+            push_limits.clients_max.min(gate::shares(config.http_workers, agents, &limits).streams);
+        let push = Arc::new(push::start(bus, Arc::new(journal.clone()), push_limits)?);
         let going_down = Arc::new(AtomicBool::new(false));
         let exchanges = Exchanges::new()?;
         let server = server::start(
@@ -143,7 +148,8 @@ impl App {
                 public_url: config.public_url.clone(),
                 token,
                 workers: config.http_workers,
-                limits: Limits::default(),
+                limits,
+                agents,
                 exchanges,
             },
             local,

@@ -99,6 +99,7 @@ fn serve_gate(workers: usize, waiting: Option<usize>) {
         listen: "127.0.0.1:0".parse().unwrap(),
         chat_socket: None,
         http_socket: socket,
+        agents: 3,
         state_dir: dir.path().to_owned(),
         public_url: None,
         token: None,

@@ -943,3 +943,40 @@ fn the_supervisor_hears_that_the_server_is_ready_lives_and_stops() {
     assert_eq!(server.terminate().code(), Some(0));
     while next() != "STOPPING=1" {}
 }
+
+#[test]
+fn a_hundred_clients_get_in_where_256_files_may_be_open_and_messages_still_pass() {
+    use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+    let dir = tempfile::tempdir().unwrap();
+    let start = format!(
+        "ulimit -n 256; exec {} --box {} --listen 127.0.0.1:0",
+        env!("CARGO_BIN_EXE_beebox-chatd"),
+        dir.path().join("box").display()
+    );
+    let mut server =
+        std::process::Command::new("sh").args(["-c", &start]).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(server.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let addr: std::net::SocketAddr = line.trim().rsplit('/').next().unwrap().parse().unwrap();
+    let ask = |stream: &mut std::net::TcpStream| {
+        stream.write_all(format!("GET /healthz HTTP/1.1\r\nHost: {addr}\r\n\r\n").as_bytes()).unwrap();
+        let mut answer = [0; 512];
+        let n = stream.read(&mut answer).unwrap();
+        String::from_utf8_lossy(&answer[..n]).split(' ').nth(1).unwrap_or_default().to_owned()
+    };
+    // A burst: all are open before the first is asked.
+    let mut clients: Vec<_> = (0..100).map(|_| std::net::TcpStream::connect(addr).unwrap()).collect();
+    let answers: Vec<_> = clients.iter_mut().map(ask).collect();
+    let mut client = beebox_chatd::load::client::Client::new(addr);
+    let sent = client.send("new", "beside a hundred clients", None, &[]);
+    let agents = || beebox_chatd::load::proc::children(server.id()).len();
+    let deadline = Instant::now() + crate::support::LIMIT;
+    while agents() == 0 && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let lived = agents();
+    beebox_chatd::load::proc::signal(server.id(), rustix::process::Signal::TERM);
+    server.wait().unwrap();
+    assert!(answers.iter().all(|status| status == "200"), "{answers:?}");
+    assert!(sent.unwrap().is_ok() && lived == 1);
+}

@@ -11,6 +11,7 @@ mod accept;
 pub mod body;
 mod client;
 mod core;
+pub mod descriptors;
 mod drive;
 pub mod exchange;
 pub mod head;
@@ -57,6 +58,8 @@ pub struct GateConfig {
     pub chat_socket: Option<PathBuf>,
     /// The pool's socket, `<box>/.beebox/http.sock`.
     pub http_socket: PathBuf,
+    /// Live agents that there may be, for the share of open files they need.
+    pub agents: usize,
     /// Where bodies and answers are spooled.
     pub state_dir: PathBuf,
     /// What a proxy in front is called.
@@ -100,8 +103,6 @@ pub struct Gate {
 
 /// Connections that wait to be accepted; the kernel cuts it to `net.core.somaxconn`.
 const BACKLOG: i32 = 4096;
-/// Descriptors that the gate leaves to files, agents, the journal and event streams.
-const DESCRIPTORS_LEFT: u64 = 256;
 
 /// Binds the doors and starts the thread `gate`.
 ///
@@ -128,13 +129,10 @@ pub fn start(config: GateConfig, local: Arc<dyn Local>, push: Arc<PushTo>) -> Re
             Some(place)
         }
     };
-    let descriptors = raise_descriptors();
     let mut limits = config.limits;
+    let descriptors = descriptors::raise();
     let lane_max = lanes(config.workers, limits.waiting_max, descriptors);
-    // A client takes one descriptor, a request at a worker some files more.
-    let workers = (lane_max[0] + lane_max[1]) as u64 * 3;
-    let clients = descriptors.saturating_sub(DESCRIPTORS_LEFT.min(descriptors / 2) + workers).max(8);
-    limits.connections_max = limits.connections_max.min(usize::try_from(clients).unwrap_or(usize::MAX));
+    limits.connections_max = limits.connections_max.min(shares(config.workers, config.agents, &limits).connections);
 
     let metrics = Arc::new(Metrics::default());
     let logins = Arc::new(Mutex::new(Logins::default()));
@@ -214,15 +212,12 @@ fn listen(address: SocketAddr, send_buffer_bytes: usize) -> Result<TcpListener> 
     Ok(fd.into())
 }
 
-/// Raises the soft limit of descriptors to the hard one, and says what it is.
-fn raise_descriptors() -> u64 {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let now = getrlimit(Resource::Nofile);
-    let hard = now.maximum.unwrap_or(u64::MAX);
-    if now.current.is_some_and(|c| c < hard) {
-        let _ = setrlimit(Resource::Nofile, Rlimit { current: now.maximum, maximum: now.maximum });
-    }
-    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+/// How many connections and event streams there may be beside `workers` and `agents`.
+#[must_use]
+pub fn shares(workers: usize, agents: usize, limits: &Limits) -> descriptors::Shares {
+    let open = descriptors::raise();
+    let [work, wait, _] = lanes(workers, limits.waiting_max, open);
+    descriptors::share(open, work + wait, agents)
 }
 
 /// Requests in flight per lane: as many as workers, fewer when descriptors are short (a request may open four files). Of the
