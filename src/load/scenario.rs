@@ -20,7 +20,10 @@ A scenario is one JSON object:
   files_slack        the same for open files (0): SQLite keeps one for each reader there was at once
   archive            a transcript written before the server starts (--spawn only), as session `archive`:
                      {mib, photo_kib, photos_every (lines; 0: none)}
-  chaos              what --chaos does: {kill_server_every_s, kill_agent_every_s}; each may be null
+  chaos              what --chaos does: {kill_server_every_s, kill_agent_every_s}; each may be null. And, true or false:
+                     exchange_agent (every other life of the server has an agent that keeps none of our ids),
+                     hidden_home (the agent keeps its transcripts where the server does not look), move_box (the box has
+                     another path in each life), copy_box (before each death a copy of the live box is served)
   groups             [group, …]
 A group of scripted clients (one thread each):
   name, clients
@@ -145,6 +148,14 @@ pub struct Chaos {
     pub kill_server_every_s: Option<f64>,
     #[serde(default)]
     pub kill_agent_every_s: Option<f64>,
+    #[serde(default)]
+    pub exchange_agent: bool,
+    #[serde(default)]
+    pub hidden_home: bool,
+    #[serde(default)]
+    pub move_box: bool,
+    #[serde(default)]
+    pub copy_box: bool,
 }
 
 /// Which conversation a client talks in.

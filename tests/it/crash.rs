@@ -2,7 +2,8 @@
 //!
 //! `BEEBOX_CRASH_ROUNDS` sets how many rounds (few by default), `BEEBOX_CRASH_SEED` the first seed; each round prints
 //! its seed, so that one can be had again. Rule a change could break: [`POINTS`] × who dies × the agent's profile comes
-//! round every 36 seeds, first by a death at an exact pass, then by random deaths while each pass is held; a planted
+//! round every 44 seeds, first by a death at an exact pass, then by random deaths while each pass is held, each beside
+//! one of [`UPHEAVALS`]; a planted
 //! fault of thought ([`PLANTS`]) is found.
 
 use std::collections::BTreeSet;
@@ -28,7 +29,7 @@ const PASSES_MAX: u64 = 12;
 const PEOPLE: &str = r#"{
   "name": "crash", "duration_s": 1.5, "sessions": 2, "insist_s": 20, "settle_within_s": 60, "errors_max": null,
   "server_args": ["--live-max", "2"], "seed": SEED,
-  "chaos": {"kill_server_every_s": SERVER, "kill_agent_every_s": AGENT},
+  "chaos": {"kill_server_every_s": SERVER, "kill_agent_every_s": AGENT UPHEAVAL},
   "groups": [
     {"name": "people", "clients": 4, "per_s": 8, "start": [{"do": "follow"}], "loop": [
       {"do": "send", "text": "go on {{dedup=off}}", "chance": 0.5},
@@ -45,12 +46,18 @@ const PEOPLE: &str = r#"{
   ]
 }"#;
 
+/// What else happens in a round, by turns: nothing; every other life has an agent that keeps none of our ids; the agent
+/// keeps its transcripts where the server does not look; the box is moved; a copy of the live box is served.
+const UPHEAVALS: &[&str] =
+    &["", ", \"exchange_agent\": true", ", \"hidden_home\": true", ", \"move_box\": true", ", \"copy_box\": true"];
+
 /// What a seed stands for: the fault, how often the server and an agent are killed beside it, the agent's profile.
 struct Round {
     fault: String,
     server_s: &'static str,
     agent_s: &'static str,
     profile: &'static str,
+    upheaval: &'static str,
 }
 
 fn plan(seed: u64) -> Round {
@@ -61,14 +68,22 @@ fn plan(seed: u64) -> Round {
     let (server_dies, old, exact) = (rest.is_multiple_of(2), rest / 2 % 2 == 1, (rest / 4).is_multiple_of(2));
     let victim = if server_dies { "server" } else { "agent" };
     let profile = if old { "2.1.197" } else { "2.1.332" };
+    // Their number and that of the points have no common divisor: each meets each.
+    let upheaval = UPHEAVALS[(seed % UPHEAVALS.len() as u64) as usize];
     if exact {
         // An agent is started a few times in a round, everything else happens often.
         let passes = if point.contains("spawn") { 2 } else { PASSES_MAX };
         let nth = 1 + rng.below(passes);
-        return Round { fault: format!("{point}@{victim}:{nth}"), server_s: "null", agent_s: "null", profile };
+        return Round {
+            fault: format!("{point}@{victim}:{nth}"),
+            server_s: "null",
+            agent_s: "null",
+            profile,
+            upheaval,
+        };
     }
     let (server_s, agent_s) = if server_dies { ("0.5", "null") } else { ("null", "0.2") };
-    Round { fault: format!("{point}=delay:40"), server_s, agent_s, profile }
+    Round { fault: format!("{point}=delay:40"), server_s, agent_s, profile, upheaval }
 }
 
 /// Runs `text` against a server on a box of its own, with one fault armed in its second life and more variables.
@@ -100,8 +115,9 @@ fn what_was_accepted_is_delivered_exactly_once_whoever_dies_where() {
     let (mut messages, mut accepted, mut delivered, mut servers, mut agents) = (0, 0, 0, 0, 0);
     let (mut bad, mut seen) = (Vec::new(), BTreeSet::new());
     for seed in first..first + rounds {
-        let Round { fault, server_s, agent_s, profile } = plan(seed);
+        let Round { fault, server_s, agent_s, profile, upheaval } = plan(seed);
         let text = PEOPLE.replace("SEED", &seed.to_string()).replace("SERVER", server_s).replace("AGENT", agent_s);
+        let text = text.replace("UPHEAVAL", upheaval);
         let outcome = run(&text, true, &[&fault], &[("BEEBOX_AGENT_PROFILE", profile)]);
         let verdict = &outcome.verdict;
         messages += verdict.messages;
@@ -111,13 +127,13 @@ fn what_was_accepted_is_delivered_exactly_once_whoever_dies_where() {
         servers += outcome.kills.0 - 1;
         agents += outcome.kills.1;
         println!(
-            "seed {seed} {fault} {profile}: {} servers died, {} agents were killed from outside; {verdict}",
+            "seed {seed} {fault} {profile}{upheaval}: {} servers died, {} agents were killed from outside; {verdict}",
             outcome.kills.0 - 1,
             outcome.kills.1
         );
         seen.insert((seed % POINTS.len() as u64, seed / POINTS.len() as u64 % 4));
         for violation in &verdict.violations {
-            bad.push(format!("seed {seed} {fault} {profile}: {violation}"));
+            bad.push(format!("seed {seed} {fault} {profile}{upheaval}: {violation}"));
             println!("  {violation}");
         }
         if !verdict.violations.is_empty() {
@@ -125,10 +141,12 @@ fn what_was_accepted_is_delivered_exactly_once_whoever_dies_where() {
         }
     }
     println!(
-        "crash rounds: {rounds} from seed {first}, {} of 36 of point x victim x profile; {servers} servers died, {agents} \
+        "crash rounds: {rounds} from seed {first}, {} of {} of point x victim x profile, {} upheavals; {servers} servers died, {agents} \
          agents were killed from outside (those that die at a point are not counted); {messages} messages, {accepted} answered 200, \
          {delivered} delivered, violations = {}",
         seen.len(),
+        POINTS.len() * 4,
+        UPHEAVALS.len(),
         bad.len()
     );
     assert!(bad.is_empty(), "{}", bad.join("\n"));

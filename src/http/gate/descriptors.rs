@@ -38,10 +38,7 @@ pub fn share(descriptors: u64, requests: usize, agents: usize) -> Shares {
         .saturating_add(PER_REQUEST.saturating_mul(count(requests)));
     let left = descriptors.saturating_sub(needed);
     let size = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
-    Shares {
-        connections: size((left - left / 4).max(CONNECTIONS_MIN)),
-        streams: size((left / 4).max(STREAMS_MIN)),
-    }
+    Shares { connections: size((left - left / 4).max(CONNECTIONS_MIN)), streams: size((left / 4).max(STREAMS_MIN)) }
 }
 
 /// Raises the soft limit of descriptors to the hard one, and says what it is.

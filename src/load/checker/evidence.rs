@@ -178,4 +178,6 @@ pub struct Evidence {
     pub subscribers: Vec<(String, OrderCheck)>,
     /// True when the server says that it has nothing left to do: then nothing may be under way.
     pub settled: bool,
+    /// The server does not see the transcripts: it cannot know that what it told as failed or cleared was recorded.
+    pub unseen: bool,
 }

@@ -212,7 +212,7 @@ fn check_message(
         found.push(Violation::DeliveredUndispatched { message_id: id() });
     }
     // Under our own uuid the server can know that it was recorded; an agent that keeps none leaves it in the dark.
-    let ours = line.uuids.iter().any(|u| u == uuid || turns.contains(&u.as_str()));
+    let ours = !evidence.unseen && line.uuids.iter().any(|u| u == uuid || turns.contains(&u.as_str()));
     if ours && cleared {
         found.push(Violation::ClearedButDelivered { message_id: id() });
     }

@@ -72,6 +72,7 @@ fn clean() -> Evidence {
         pending: vec![Pending { session: "s".to_owned(), uuid: "u4".to_owned(), state: "failed".to_owned() }],
         subscribers: vec![("w".to_owned(), OrderCheck::default())],
         settled: true,
+        unseen: false,
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use super::{Host, World};
+use super::{Host, World, upheaval};
 use crate::load::checker::Violation;
 use crate::load::proc;
 use crate::load::rng::Rng;
@@ -47,6 +47,8 @@ struct Deaths {
     host: Arc<Host>,
     /// What to arm in the next lives of the server, the next one last.
     faults: Vec<String>,
+    /// What happens between two lives.
+    plan: Chaos,
     over: Arc<AtomicBool>,
     servers: Arc<AtomicU64>,
     agents: Arc<AtomicU64>,
@@ -65,6 +67,7 @@ pub fn start(world: &Arc<World>, host: &Arc<Host>, kills: bool, mut faults: Vec<
         world: Arc::clone(world),
         host: Arc::clone(host),
         faults,
+        plan: if kills { world.scenario.chaos } else { Chaos::default() },
         over: Arc::clone(&over),
         servers: Arc::clone(&servers),
         agents: Arc::clone(&agents),
@@ -73,14 +76,14 @@ pub fn start(world: &Arc<World>, host: &Arc<Host>, kills: bool, mut faults: Vec<
         return Err(io::Error::other("the server does not start with a fault armed"));
     }
     let thread = threads::spawn(Name::fixed("chaos"), WORK_STACK_BYTES, OnPanic::Contain, move || {
-        deaths.rule(kills);
+        deaths.rule();
     })?;
     Ok(Killer { thread, over, servers, agents })
 }
 
 impl Deaths {
-    fn rule(&mut self, kills: bool) {
-        let plan = if kills { self.world.scenario.chaos } else { Chaos::default() };
+    fn rule(&mut self) {
+        let plan = self.plan;
         let mut rng = Rng::new(self.world.scenario.seed, LANE);
         let mut next =
             |mean_s: Option<f64>| mean_s.map(|s| Instant::now() + rng.exponential(Duration::from_secs_f64(s)));
@@ -118,11 +121,18 @@ impl Deaths {
     fn replace_server(&mut self) -> bool {
         let Some(spawned) = &self.host.spawned else { return false };
         let mut server = spawned.lock();
-        self.servers.fetch_add(1, Ordering::Relaxed);
+        let life = self.servers.fetch_add(1, Ordering::Relaxed) + 1;
+        let options = server.options_mut().clone();
+        match upheaval::before_death(self.plan, &options) {
+            Ok(wrong) => self.world.faults.lock().extend(wrong),
+            Err(e) => log::warn!("the box was not copied: {e}"),
+        }
         let env = &mut server.options_mut().env;
         env.retain(|(name, _)| name != FAULT_VARIABLE);
         env.extend(self.faults.pop().map(|fault| (FAULT_VARIABLE.to_owned(), fault)));
-        match server.kill9().and_then(|_| server.restart(true)) {
+        let killed = server.kill9().map(|_| ());
+        let moved = killed.and_then(|()| upheaval::between_lives(self.plan, server.options_mut(), life));
+        match moved.and_then(|()| server.restart(true)) {
             Ok(()) => {
                 self.host.pid.store(u64::from(server.pid()), Ordering::Release);
                 true

@@ -225,7 +225,7 @@ pub fn evidence(world: &World, from: i64, home: Option<&Path>, settled: bool, no
         fault("transcripts", &e);
         Disk::default()
     });
-    Evidence { sent, disk, log, pending, subscribers, settled }
+    Evidence { sent, disk, log, pending, subscribers, settled, unseen: false }
 }
 
 /// The whole bus behind `from`, read anew, held against what clients saw at the time.

@@ -1,12 +1,14 @@
 //! Runs a scenario: starts the server if asked, lets clients loose, lets it settle, gathers evidence, has it judged.
 //!
-//! `person` is a scripted client, `watch` many subscribers on one thread, `chaos` kills, `gather` collects evidence.
+//! `person` is a scripted client, `watch` many subscribers on one thread, `chaos` kills, `upheaval` moves, copies and
+//! exchanges what the server stands on, `gather` collects evidence.
 //! Rule a change could break: what a client did is noted before the next thing is done, so that a death on either side
 //! loses no evidence.
 
 mod chaos;
 mod gather;
 mod person;
+mod upheaval;
 mod watch;
 
 use std::collections::HashMap;
@@ -24,7 +26,7 @@ use super::client::Client;
 use super::events::OrderCheck;
 use super::figures::{Board, StepFigures};
 use super::proc::{self, Usage};
-use super::scenario::{Group, Scenario};
+use super::scenario::{Chaos, Group, Scenario};
 use super::spawn::{SpawnOptions, Spawned};
 use crate::sync::{Mutex, Receiver, Sender, bounded};
 use crate::threads::{self, Name, OnPanic, Thread, WORK_STACK_BYTES};
@@ -209,6 +211,8 @@ pub fn run(options: RunOptions) -> io::Result<Outcome> {
                 progress("writing the archive");
                 gather::write_archive(&home, &options.box_dir, plan, scenario.seed)?;
             }
+            let plan = if chaos { scenario.chaos } else { Chaos::default() };
+            let home = upheaval::prepare(plan, &mut options).unwrap_or(home);
             let spawned = Spawned::start(options)?;
             let (addr, after) = (spawned.addr(), spawned.started_after);
             let pid = AtomicU64::new(u64::from(spawned.pid()));
@@ -292,7 +296,16 @@ pub fn run(options: RunOptions) -> io::Result<Outcome> {
     let own_after = proc::usage(std::process::id());
 
     progress("gathering evidence");
-    let evidence = gather::evidence(&world, from, agent_home.as_deref(), settled.is_ok(), &mut notes);
+    let plan = if chaos { world.scenario.chaos } else { Chaos::default() };
+    let agent_home = match &host.spawned {
+        // The box may lie elsewhere by now, and the home with it.
+        Some(spawned) if plan.move_box && !plan.hidden_home => {
+            Some(spawned.lock().options_mut().box_dir.join(".beebox").join("agent"))
+        }
+        Some(_) | None => agent_home,
+    };
+    let mut evidence = gather::evidence(&world, from, agent_home.as_deref(), settled.is_ok(), &mut notes);
+    evidence.unseen = plan.hidden_home;
     let mut verdict = checker::check(&evidence);
     verdict.violations.append(&mut world.faults.lock());
     if let (Some(before), false, true) = (baseline, dies, host.spawned.is_some()) {

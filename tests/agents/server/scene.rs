@@ -202,7 +202,8 @@ impl Scene {
         let disk = Disk::read(&self.server.agent_home(), |_| true).unwrap();
         self.assert_by_uuid(&log, &disk);
         let subscribers = vec![("case".to_owned(), self.events.follower().order.clone())];
-        let verdict = check(&Evidence { sent: self.sent, disk, log, pending, subscribers, settled: true });
+        let verdict =
+            check(&Evidence { sent: self.sent, disk, log, pending, subscribers, settled: true, unseen: false });
         println!("    {verdict}");
         assert!(verdict.violations.is_empty(), "{:#?}\n{}", verdict.violations, self.server.stderr());
     }
