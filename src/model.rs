@@ -7,6 +7,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use shuttle::rand::{Rng as _, thread_rng};
 
+use crate::agent::AgentIdentity;
+use crate::archive::Trace;
 use crate::error::{Code, Error, Result};
 use crate::ids::{MessageId, MessageUuid, SessionId, TurnId};
 use crate::journal::{AcceptOutcome, Acceptance, Change, Claim, ClaimAnswer, KeptAnswer, MessageState, Unit};
@@ -27,6 +29,20 @@ pub struct Weather {
     pub renames: bool,
     /// Waits with a time limit run into it.
     pub impatient: bool,
+    /// Which agents there are.
+    pub agents: Agents,
+}
+
+/// What agents keep of what they are given.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Agents {
+    /// All keep it where the server looks.
+    #[default]
+    Keep,
+    /// None keeps anything.
+    KeepNothing,
+    /// Any start may be that of another program, which keeps nothing.
+    Exchanged,
 }
 
 /// What becomes of a turn.
@@ -45,6 +61,8 @@ pub enum Planted {
     DrainBeforeReady,
     /// The pool parks the active thread without waiting for its turn.
     ParkWithoutWaiting,
+    /// That one agent keeps what it is given is taken as proof for every other.
+    ProofForAnybody,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,6 +83,10 @@ struct World {
     given: HashMap<SessionId, Vec<MessageUuid>>,
     turns: HashMap<TurnId, Vec<MessageUuid>>,
     recorded: HashMap<TurnId, bool>,
+    /// Conversations whose live agent keeps nothing.
+    keep_nothing: HashSet<SessionId>,
+    /// Turns that such an agent took: nobody but it knows.
+    unkept: HashSet<TurnId>,
     transcripts: HashSet<SessionId>,
     answers: HashMap<MessageUuid, KeptAnswer>,
     claims: HashMap<MessageId, ([u8; 32], ClaimAnswer)>,
@@ -175,12 +197,19 @@ pub fn take_turn(session: &SessionId, turn: &TurnId, closed: bool) -> Fate {
         world.deaths += 1;
     }
     if !dies || thread_rng().gen_range(0..2) == 0 {
-        assert!(world.recorded.insert(turn.clone(), !dies).is_none(), "delivered twice");
+        let is_kept = !world.keep_nothing.contains(session);
+        let again = world.unkept.contains(turn) || world.recorded.contains_key(turn);
+        assert!(!again, "delivered twice");
+        if is_kept {
+            world.recorded.insert(turn.clone(), !dies);
+            world.transcripts.insert(session.clone());
+        } else {
+            world.unkept.insert(turn.clone());
+        }
         for member in &members {
             assert_eq!(world.messages.get(member), Some(&Is::Dispatched), "the ledger knows what the agent has");
         }
         world.given.entry(session.clone()).or_default().extend(members);
-        world.transcripts.insert(session.clone());
     }
     if dies { Fate::Dies } else { Fate::Ends }
 }
@@ -191,12 +220,40 @@ pub fn has_transcript(session: &SessionId) -> bool {
     here().world().transcripts.contains(session)
 }
 
-/// Whether an agent recorded one of these turns, and finished it.
+/// Which program the next agent of a conversation is.
 #[must_use]
-pub fn trace(ids: &[&str]) -> Option<bool> {
+pub fn agent_of(session: &SessionId) -> Option<AgentIdentity> {
     let mut here = here();
-    let found = here.world().recorded.iter().find(|(turn, _)| ids.contains(&turn.as_str()));
-    found.map(|(_, finished)| *finished)
+    let world = here.0.as_mut()?;
+    let keeps = match world.weather.agents {
+        Agents::Keep => true,
+        Agents::KeepNothing => false,
+        Agents::Exchanged => thread_rng().gen_range(0..2) == 0,
+    };
+    if keeps {
+        world.keep_nothing.remove(session);
+    } else {
+        world.keep_nothing.insert(session.clone());
+    }
+    Some(AgentIdentity::from_kept(if keeps { "keeps" } else { "keeps nothing" }.to_owned()))
+}
+
+/// What a transcript says of these turns.
+#[must_use]
+pub fn trace(session: &SessionId, ids: &[&str]) -> Trace {
+    let mut here = here();
+    let world = here.world();
+    match world.recorded.iter().find(|(turn, _)| ids.contains(&turn.as_str())) {
+        Some((_, finished)) => Trace::Recorded { finished: *finished, elsewhere: None },
+        None if world.transcripts.contains(session) => Trace::NotRecorded { anchored: true },
+        None => Trace::NoFile,
+    }
+}
+
+/// Whether a transcript holds this turn.
+#[must_use]
+pub fn is_recorded(turn: &str) -> bool {
+    here().world().recorded.keys().any(|recorded| recorded.as_str() == turn)
 }
 
 /// Records a message.
@@ -334,7 +391,11 @@ pub fn end() {
     let recorded: HashSet<_> = world.given.values().flatten().collect();
     for (message, is) in &world.messages {
         let Is::Settled(how) = is else { panic!("{message} is {is:?} at the end") };
-        assert_eq!(*how == "done", recorded.contains(message), "{message} is {how}");
+        let was_given = recorded.contains(message);
+        assert!(*how != "done" || was_given, "{message} is done, and no agent had it");
+        // What an agent that keeps nothing took, nobody can know after its death.
+        let is_unknown = world.turns.iter().any(|(turn, all)| world.unkept.contains(turn) && all.contains(message));
+        assert!(!was_given || is_unknown || *how == "done", "{message} is {how}");
     }
     for (session, given) in &world.given {
         let accepted = world.order.get(session).cloned().unwrap_or_default();

@@ -20,10 +20,11 @@ use beebox_chatd::http::gate::exchange::{End, Exchange, Exchanges, PIPE_BYTES_MA
 use beebox_chatd::http::gate::notes::Note;
 use beebox_chatd::ids::{MessageId, SessionId};
 use beebox_chatd::journal::{Journal, Recovered};
-use beebox_chatd::model::{self, Planted, Weather};
+use beebox_chatd::model::{self, Agents, Planted, Weather};
 use beebox_chatd::session::Context;
 use beebox_chatd::session::chat::{self, Draft, Sent};
 use beebox_chatd::session::pool::{Pool, ThreadMessage};
+use beebox_chatd::session::proof::Proofs;
 use beebox_chatd::session::recover::Leftovers;
 use beebox_chatd::session::registry::{Registry, Word};
 use clap::Parser as _;
@@ -61,8 +62,16 @@ impl House {
         let archive = Arc::new(Archive::new(&config.agent_home, &config.box_dir, Vec::new()));
         let bus = Arc::new(Bus::new("epoch", 0));
         let leftovers = Leftovers::new(Vec::new());
-        let context =
-            Context::new(config, vec!["agent".into()], Vec::new(), journal.clone(), bus, archive, leftovers, true);
+        let context = Context::new(
+            config,
+            vec!["agent".into()],
+            Vec::new(),
+            journal.clone(),
+            bus,
+            archive,
+            leftovers,
+            Proofs::default(),
+        );
         let registry = Registry::new(Arc::new(context), Recovered::default()).unwrap();
         registry.resume();
         Self { registry, journal }
@@ -290,7 +299,7 @@ fn check(name: &str, scenario: Scenario, weather: Weather, planted: Option<Plant
 #[test]
 fn no_schedule_loses_a_message_or_a_wake_up_or_starts_a_second_agent() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let each = schedules().div_ceil(9);
+    let each = schedules().div_ceil(11);
     let fair = Weather { live_max: 2, ..Weather::default() };
     let narrow = Weather { live_max: 1, ..fair };
     let rough = Weather { mortal: true, bad_disk: true, ..narrow };
@@ -298,6 +307,10 @@ fn no_schedule_loses_a_message_or_a_wake_up_or_starts_a_second_agent() {
     check("chats on one place", chats, narrow, None, each);
     check("chats with deaths and a bad disk", chats, rough, None, each);
     check("chats whose agents change their ids", chats, Weather { renames: true, ..fair }, None, each);
+    let silent = Weather { agents: Agents::KeepNothing, ..rough };
+    check("chats with an agent that keeps nothing", chats, silent, None, each);
+    let exchanged = Weather { agents: Agents::Exchanged, ..rough };
+    check("chats whose agent is exchanged", chats, exchanged, None, each);
     check("threads", pool, narrow, None, each);
     let impatient = Weather { impatient: true, ..narrow };
     check("chats whose waits time out", chats, Weather { bad_disk: true, ..impatient }, None, each);
@@ -309,12 +322,12 @@ fn no_schedule_loses_a_message_or_a_wake_up_or_starts_a_second_agent() {
     if each >= 100 {
         assert!(early.iter().all(|n| *n > 0), "each limit was met");
     }
-    println!("schedules: {}", each.div_ceil(2) * 18);
+    println!("schedules: {}", each.div_ceil(2) * 22);
 }
 
-fn finds(name: &str, scenario: Scenario, planted: Planted) {
+fn finds(name: &str, scenario: Scenario, weather: Weather, planted: Planted) {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let weather = Weather { live_max: 2, ..Weather::default() };
+    let weather = Weather { live_max: 2, ..weather };
     let found = catch_unwind(AssertUnwindSafe(|| check(name, scenario, weather, Some(planted), 2_000)));
     assert!(found.is_err(), "the checker does not see {planted:?}");
     println!("planted {planted:?}: found");
@@ -322,10 +335,16 @@ fn finds(name: &str, scenario: Scenario, planted: Planted) {
 
 #[test]
 fn a_queue_that_drains_into_a_turn_in_flight_is_found() {
-    finds("drain before Ready", chats, Planted::DrainBeforeReady);
+    finds("drain before Ready", chats, Weather::default(), Planted::DrainBeforeReady);
 }
 
 #[test]
 fn a_pool_that_parks_without_waiting_is_found() {
-    finds("park without waiting", pool, Planted::ParkWithoutWaiting);
+    finds("park without waiting", pool, Weather::default(), Planted::ParkWithoutWaiting);
+}
+
+#[test]
+fn a_proof_that_counts_for_every_agent_is_found() {
+    let weather = Weather { mortal: true, agents: Agents::Exchanged, ..Weather::default() };
+    finds("proof for anybody", chats, weather, Planted::ProofForAnybody);
 }

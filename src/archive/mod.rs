@@ -65,6 +65,10 @@ impl Archive {
     /// The project folder that the transcript of `session` lies in now.
     #[must_use]
     pub fn folder_of(&self, session: &SessionId) -> Option<String> {
+        #[cfg(feature = "model")]
+        if crate::model::is_on() {
+            return crate::model::has_transcript(session).then(|| "model".to_owned());
+        }
         self.inner.finder.folder_of(&self.path_of(session)?)
     }
 
@@ -83,6 +87,10 @@ impl Archive {
     /// # Errors
     /// [`Code::AgentUnavailable`]: a server of another box (a copy of this one) has an agent in the conversation.
     pub fn hold(&self, session: &SessionId) -> Result<Option<std::fs::File>> {
+        #[cfg(feature = "model")]
+        if crate::model::is_on() {
+            return Ok(None);
+        }
         let Some(path) = self.path_of(session) else { return Ok(None) };
         let opened = Source::open(&path).map_err(|e| unreadable(&path, &e))?;
         let Some(file) = opened.map(|source| source.file().try_clone()).transpose()? else { return Ok(None) };

@@ -675,6 +675,8 @@ impl Session {
 
     fn start(self: &Arc<Self>, run: RunNo, id: SessionId, had_transcript: bool) {
         let agent = self.context.agent();
+        #[cfg(feature = "model")]
+        let agent = crate::model::agent_of(&id).unwrap_or(agent);
         let has_it_elsewhere = {
             let mut state = self.state.lock();
             state.agent = Some(agent);

@@ -49,6 +49,10 @@ impl Proofs {
     /// True if this agent was seen to keep our ids.
     #[must_use]
     pub fn holds(&self, agent: &AgentIdentity) -> bool {
+        #[cfg(feature = "model")]
+        if crate::model::is_planted(crate::model::Planted::ProofForAnybody) {
+            return !self.known.lock().proofs.is_empty();
+        }
         self.known.lock().proofs.iter().any(|proof| proof.agent == agent.as_str())
     }
 
