@@ -34,6 +34,7 @@
 //! | [`inbox`], [`lifecycle`], [`lifecycle::machine`] | PURE: what a session decides |
 //! | [`session::engine`] | one session: its lock, and the carrying out of decisions |
 //! | [`session::chat`], [`session::pool`], [`session::registry`] | what requests mean; threads of outside channels; who may live |
+//! | [`session::proof`], [`session::moved`], [`session::recover`] | what a dead server, another agent or another place leaves to know |
 //! | [`agent`] | one live agent: command, wire, adapt, pump; [`agent::embedded`] is an agent of our own |
 //! | [`journal`], [`bus`], [`push`] | what is durable, what is live, and who hears it |
 //! | `mirror` | feature `mirror`: kept events copied into a broker's stream |
@@ -84,6 +85,38 @@
 //! 8. What is absent on purpose: an async runtime, a thread per client, a second writer of the journal, a cache of
 //!    transcripts' contents.
 //!
+//! ## What is taken as proof that an agent has, or has not, a message
+//!
+//! A 200 promises one delivery. After a death the server has to know whether the agent had the message; it asks the
+//! transcript, and a transcript says what it says only where the row's ground holds. Where it does not, the fate is
+//! *unknown*: the message is failed, visible, and given again by hand only. A `result` always ends its turn, whatever the
+//! files say; `chat-complete` then has `recorded: false`. Tests are in `tests/it/promise.rs` where no other file is named.
+//!
+//! | what is asked | it rests on | when that is not so | test |
+//! |---|---|---|---|
+//! | it has it: an id of the turn stands in a line | `uuid`, `mergedSendUuids`, `attachment.source_uuid` at their places in whole lines | an id inside a text counts for nothing | `archive::tests::a_turn_is_looked_up_in_whole_parsed_lines` |
+//! | it has it: place | the file's name, in every project folder of the home; the folder it was seen in first | a box that was moved has its files under its former path | `a_moved_box_has_its_conversations_its_photos_and_what_it_owes` |
+//! | it has it: name | the files of the folder that belong to no conversation we know are searched, too | the agent named its session before it told; more files than are searched: unknown | `an_agent_that_named_its_session_before_it_told_has_the_turn_once` |
+//! | it has it: merged messages | the turn has the first one's id, and exactly the words and photos of all | a line too long to read: those behind it are unknown | `archive::queue::tests` |
+//! | it has not: uuid kept | this program, in this home, was seen to write our ids where we read ([`session::proof`]) | never seen: unknown | `an_agent_that_keeps_no_transcript_and_dies_gets_the_message_once` |
+//! | it has not: program | the command line's files (which, size, time of change) and words; the agent a turn was handed to is in the ledger | `--agent` exchanged: the old proof counts for what the old one was given, not for the new one | `the_proof_of_one_program_says_nothing_of_the_next`, `what_was_handed_to_a_proven_program_is_judged_by_it_after_the_exchange` |
+//! | it has not: version | the version that `init` tells | a wrapper starts another version: the proof is void from its first `init` on | `another_version_of_the_program_has_to_be_seen_anew` |
+//! | it has not: home | the home is part of the program's identity; one inside the box moves with it | another `--agent-home`, or an agent that keeps its files elsewhere: unknown; it is resumed there when it says that it has the conversation | `an_agent_that_has_the_conversation_in_another_home_is_resumed_there` |
+//! | it has not: same file | the last turn of ours that was seen in it is still there | the file was shortened, replaced or deleted: unknown | `a_transcript_that_was_shortened_or_exchanged_proves_nothing`, `agents::what_was_accepted_before_its_conversation_was_lost_fails_with_the_reason` |
+//! | it has not: `/clear`, a new id | the ground is asked anew for the new file | nothing was seen in it yet: only the program's proof counts | `conversation::a_slash_clear_moves_the_conversation_and_keeps_the_old_one` |
+//! | it has not: compaction | the file is only appended to, so what was there stays there | as a file that was shortened | `archive::tests` |
+//! | it has not: readable | a regular file that opens and reads | unreadable, a FIFO, a socket, a device, a folder: unknown, and never opened | `what_is_no_regular_file_holds_up_nobody` |
+//! | it has not: refusal | a start that says in words we know that it does not start read nothing | other words: unknown | `agent::command::tests` |
+//! | it was never given: ledger | `dispatched` is committed before the first byte | the journal came back from a backup: what waits is looked up before its first byte, too | `what_waits_in_a_restored_journal_is_looked_up_before_its_first_byte` |
+//! | it runs twice: dedup | nothing; whether an agent drops a repeat is never relied on | | `crash` (every round has `dedup=off`) |
+//! | nobody else gives it: leftovers | mark and working directory of a process, by device and inode | a copy of the box, a pid given again, another namespace: not ours | `agent::pump::tests::leftovers_of_a_box_are_ended_and_those_of_its_copy_are_not`, `a_server_on_a_copy_of_a_live_box_leaves_the_original_and_its_agents_alone` |
+//! | nobody else gives it: copies | a lock on the transcript while an agent lives | held by the server of a copy: the start is refused and tried again, and what waits is looked up first | `two_servers_whose_boxes_share_a_home_never_have_two_agents_in_one_conversation` |
+//! | it is a repeat: claims | the journal's own time, of the clock that nobody can set | the wall clock was set: no claim is older for it; a machine that was off ages none | `a_claim_is_as_old_as_time_has_passed_whatever_the_clock_is_set_to` |
+//!
+//! Two limits that no look can lift: a wrapper whose file stays the same, that starts another program which tells no
+//! version and dies, is taken for the program that was proven; and what was accepted after a backup of the journal was
+//! made is unknown to the journal that is restored from it.
+//!
 //! ## Error codes
 //!
 //! Every error answer is `{"error": text, "code": WORD}`; the status of each is in [`http::reply::status`].
@@ -106,7 +139,7 @@
 //! | `not_failed` | only a failed message can be retried or discarded |
 //! | `busy` | the other thread's turn did not end in time |
 //! | `length_required` | a body without a length |
-//! | `too_large` | a body, photo or text over its limit |
+//! | `too_large` | a body, photo or text over its limit, or more than 100 photos |
 //! | `not_json` | not `Content-Type: application/json` |
 //! | `bad_range` | the byte range lies outside the photo |
 //! | `queue_full` | 1,000 messages or 64 MiB wait in the conversation |

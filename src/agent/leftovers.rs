@@ -49,8 +49,8 @@ impl BoxMark {
         self.directory.map(|(device, inode)| format!("@{device}.{inode}")).unwrap_or_default()
     }
 
-    /// True if `value` is the mark of an agent of this box, of `session` only if one is named. Marks of servers before
-    /// 0.2 name the path alone.
+    /// True if `value` is the mark of an agent of this box, of `session` only if one is named. Marks of older
+    /// servers name the path alone.
     fn matches(&self, value: &[u8], session: Option<&SessionId>) -> bool {
         let Ok(value) = std::str::from_utf8(value) else { return false };
         let value = match value.rsplit_once('@') {
@@ -170,7 +170,7 @@ mod tests {
         assert!(value.starts_with(&format!("{}:{session}", one.display())), "{value}");
         assert!(mark.matches(value.as_bytes(), None) && mark.matches(value.as_bytes(), Some(&session)));
         assert!(!mark.matches(value.as_bytes(), Some(&SessionId::fresh())));
-        // Of a server before 0.2.
+        // Of an older server.
         assert!(mark.matches(format!("{}:{session}", one.display()).as_bytes(), Some(&session)));
         std::fs::rename(&one, &two).unwrap();
         assert!(BoxMark::of(&two).matches(value.as_bytes(), Some(&session)), "moved");

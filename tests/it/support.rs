@@ -179,6 +179,15 @@ impl Server {
         self.diagnosis().must("a restart on another port", up);
     }
 
+    /// Kills it, moves its box to `to`, and starts it there on the same port.
+    pub fn move_box(&mut self, to: &Path) {
+        self.kill9();
+        std::fs::rename(&self.box_dir, to).expect("the box can be moved");
+        self.box_dir = to.to_owned();
+        self.spawned.options_mut().box_dir = to.to_owned();
+        self.restart();
+    }
+
     /// Flags and environment of the next restart.
     pub fn next_start(&mut self) -> &mut SpawnOptions {
         self.spawned.options_mut()

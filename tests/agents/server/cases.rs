@@ -141,6 +141,7 @@ pub fn interrupt_streaming(scene: &mut Scene) {
     assert_eq!(scene.server.control("interrupt", &scene.session), "asked");
     let end = scene.end(&first);
     assert_eq!((&end.data["isError"], &end.data["interrupted"]), (&json!(true), &json!(true)), "{end:?}");
+    assert_eq!(texts(&scene.history(), "interrupted").len(), 1, "whole the instant its end is told");
     scene.good_end(&second);
     assert_eq!(texts(&scene.history(), "interrupted").len(), 1);
 }
@@ -249,6 +250,63 @@ pub fn server_killed(scene: &mut Scene) {
     scene.follow_on();
     scene.repeat(3);
     scene.good_end(&queued[0]);
+}
+
+fn moves(scene: &mut Scene) {
+    let photo = Photo::png(1, 20_000, 5);
+    let before = scene.send_with("before [image#1]", &says("one"), std::slice::from_ref(&photo));
+    scene.good_end(&before);
+    let running = scene.send("over the move", &slowly());
+    scene.streams(&running);
+    let queued = scene.send("waits over the move", &says("two"));
+    scene.move_box();
+    let end = scene.end(&running);
+    assert!(end.text("error").contains("before it finished"), "it was recorded, and is not sent again: {end:?}");
+    scene.good_end(&queued);
+    scene.converse("after the move", &says("three"));
+    let listed = scene.server.get_json("/api/chat/sessions").to_string();
+    assert!(listed.contains(&scene.session), "{listed}");
+    assert_eq!(texts(&scene.history(), "user").len(), 4);
+    assert_eq!(photo_of(scene, &before).1, photo.bytes);
+}
+
+pub fn moved_box(real: &Real) {
+    let mut scene = Scene::new(real);
+    moves(&mut scene);
+    scene.judge();
+}
+
+pub fn moved_box_of_a_person(real: &Real) {
+    let mut scene = Scene::start(real, &Start { outside_home: true, ..Start::default() });
+    moves(&mut scene);
+    scene.judge();
+}
+
+pub fn copy_of_a_live_box(real: &Real) {
+    let mut scene = Scene::start(real, &Start { outside_home: true, ..Start::default() });
+    scene.converse("before", &says("one"));
+    let running = scene.send("while it is copied", &slowly());
+    scene.streams(&running);
+    let agents = scene.server.agents();
+    let copy = scene.serve_a_copy();
+    let mut events = copy.follow();
+    let words = format!("in the copy FAKE{}", json!({"steps": says("two")}));
+    let sent = copy.send(&scene.session, &words);
+    let refused = events.wait_for("the refusal", |f| {
+        f.event == "chat-turn-failed" && f.data["messageUuids"].to_string().contains(&sent.message_uuid)
+    });
+    assert!(refused.text("error").contains("another server") && refused.data["willRetry"] == true, "{refused:?}");
+    assert_eq!((scene.server.agents(), copy.agents()), (agents, Vec::new()), "one agent in the conversation");
+    scene.good_end(&running);
+    assert_eq!(scene.server.control("stop", &scene.session), "stopped");
+    scene.server.wait_phase(&scene.session, "idle");
+    assert_eq!(events.end_of_message(&sent.message_uuid).event, "chat-complete");
+    copy.control("stop", &scene.session);
+    copy.wait_phase(&scene.session, "idle");
+    scene.converse("after the copy", &says("three"));
+    let asked = texts(&scene.history(), "user");
+    assert_eq!(asked.iter().filter(|t| t.contains("in the copy")).count(), 1, "{asked:?}");
+    scene.judge();
 }
 
 pub fn resume(scene: &mut Scene) {

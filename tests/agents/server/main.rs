@@ -74,6 +74,9 @@ fn all() -> Vec<Case> {
         "not installed" cases::not_installed;
         "refused as root" cases::refused_as_root;
         "needs a login" cases::needs_a_login;
+        "moved box, home inside" cases::moved_box;
+        "moved box, home outside" cases::moved_box_of_a_person;
+        "copy of a live box" cases::copy_of_a_live_box;
         "history at every end" |r| usual(r, cases::history_at_every_end);
         "start and stop, five times" |r| usual(r, cases::rounds);
     }

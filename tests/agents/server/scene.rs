@@ -1,5 +1,6 @@
 //! A server with the real agent on a box of its own, what was sent to it, and the judgement at the end of a case.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use beebox_chatd::load::checker::disk::Disk;
@@ -37,12 +38,14 @@ pub struct Start {
     pub key: bool,
     /// Another program, or more arguments.
     pub program: Option<String>,
+    /// The agent's home lies beside the box, as that of a person does.
+    pub outside_home: bool,
     pub flags: &'static [&'static str],
 }
 
 impl Default for Start {
     fn default() -> Self {
-        Self { sandbox: true, key: true, program: None, flags: &[] }
+        Self { sandbox: true, key: true, program: None, outside_home: false, flags: &[] }
     }
 }
 
@@ -52,8 +55,12 @@ pub struct Scene {
     /// `new` until the first message.
     pub session: String,
     sent: Vec<Sent>,
+    /// The agent's home.
+    pub home: PathBuf,
+    /// How the server was started, for another one like it.
+    options: Options,
     // Behind the server, which goes first.
-    _dir: tempfile::TempDir,
+    dir: tempfile::TempDir,
 }
 
 impl Scene {
@@ -65,7 +72,8 @@ impl Scene {
         let dir = tempfile::Builder::new().prefix("beebox-real-").tempdir().unwrap();
         let (home, box_dir) = (dir.path().join("home"), dir.path().join("box"));
         std::fs::create_dir(&home).unwrap();
-        let agent_home = box_dir.join(".beebox").join("agent");
+        let agent_home =
+            if how.outside_home { dir.path().join("agent") } else { box_dir.join(".beebox").join("agent") };
         let mut options = Options::default().box_dir(&box_dir).args([
             "--agent",
             how.program.as_deref().unwrap_or(&real.program),
@@ -82,9 +90,31 @@ impl Scene {
         if how.key {
             options = options.env("ANTHROPIC_API_KEY", "dummy");
         }
-        let server = options.start();
+        let server = options.clone().start();
         let events = server.follow();
-        Self { server, events, session: "new".to_owned(), sent: Vec::new(), _dir: dir }
+        Self { server, events, session: "new".to_owned(), sent: Vec::new(), home: agent_home, options, dir }
+    }
+
+    /// Moves the box while nobody serves it, and serves it there.
+    pub fn move_box(&mut self) {
+        let to = self.dir.path().join("moved");
+        if self.home.starts_with(self.server.box_dir()) {
+            let home = to.join(".beebox").join("agent");
+            let args = &mut self.server.next_start().args;
+            let at = args.iter().position(|arg| arg == "--agent-home").unwrap();
+            args[at + 1] = home.display().to_string();
+            self.home = home;
+        }
+        self.server.move_box(&to);
+        self.follow_on();
+    }
+
+    /// A server on a copy of the live box, with the same agent and the same home.
+    pub fn serve_a_copy(&self) -> Server {
+        let copy = self.dir.path().join("copy");
+        let status = std::process::Command::new("cp").arg("-a").arg(self.server.box_dir()).arg(&copy).status().unwrap();
+        assert!(status.success());
+        self.options.clone().box_dir(&copy).start()
     }
 
     /// Sends a message whose answer is `steps` of the stand-in's script; it must be accepted.
@@ -199,7 +229,7 @@ impl Scene {
                 pending.push(Pending { session: session.clone(), uuid: word("uuid"), state: word("state") });
             }
         }
-        let disk = Disk::read(&self.server.agent_home(), |_| true).unwrap();
+        let disk = Disk::read(&self.home, |_| true).unwrap();
         self.assert_by_uuid(&log, &disk);
         let subscribers = vec![("case".to_owned(), self.events.follower().order.clone())];
         let verdict =
