@@ -80,7 +80,8 @@
 //! 3. Never two runs of one session; nothing is dispatched to a run from the request to close it until it is reaped.
 //! 4. A message leaves the queue only by an effect that records where it went: dispatched, done, cleared, failed.
 //! 5. Recovery looks a turn up in the transcript before it is sent again, after the old agent is gone.
-//! 6. The server only ever reads transcripts; nothing on the server joins them with the acceptance record for a reader.
+//! 6. The server only ever reads transcripts (after a move it may link one into the folder where an agent looks for it);
+//!    nothing on the server joins them with the acceptance record for a reader.
 //! 7. Every queue has a bound and a written answer to "full".
 //! 8. What is absent on purpose: an async runtime, a thread per client, a second writer of the journal, a cache of
 //!    transcripts' contents.
@@ -111,6 +112,7 @@
 //! | it runs twice: dedup | nothing; whether an agent drops a repeat is never relied on | | `crash` (every round has `dedup=off`) |
 //! | nobody else gives it: leftovers | mark and working directory of a process, by device and inode | a copy of the box, a pid given again, another namespace: not ours | `agent::pump::tests::leftovers_of_a_box_are_ended_and_those_of_its_copy_are_not`, `a_server_on_a_copy_of_a_live_box_leaves_the_original_and_its_agents_alone` |
 //! | nobody else gives it: copies | a lock on the transcript while an agent lives | held by the server of a copy: the start is refused and tried again, and what waits is looked up first | `two_servers_whose_boxes_share_a_home_never_have_two_agents_in_one_conversation` |
+//! | nobody else gave it meanwhile | before each start: the file is as it was when it was searched, or when our last run ended | somebody else wrote to it (the server of a copy, a person at a terminal): what waits is looked up again, under the lock | `what_the_original_writes_after_it_was_copied_is_not_given_again_by_the_copy` |
 //! | it is a repeat: claims | the journal's own time, of the clock that nobody can set | the wall clock was set: no claim is older for it; a machine that was off ages none | `a_claim_is_as_old_as_time_has_passed_whatever_the_clock_is_set_to` |
 //!
 //! Two limits that no look can lift: a wrapper whose file stays the same, that starts another program which tells no

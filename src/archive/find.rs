@@ -156,6 +156,22 @@ impl Finder {
         all.max_by_key(|path| fs::metadata(path).and_then(|meta| meta.modified()).ok())
     }
 
+    /// Makes the transcript of `session`, which lies in another project folder, appear in the folder of the box's own path,
+    /// by a link: some agents look nowhere else. False if it is there already, or is nowhere.
+    pub fn link_here(&self, session: &SessionId) -> io::Result<bool> {
+        let (Some(path), Some(real)) = (self.path_of(session), self.boxes.last()) else { return Ok(false) };
+        let here = self.projects.join(slug(real));
+        let link = here.join(format!("{session}.jsonl"));
+        let Some(folder) = self.folder_of(&path) else { return Ok(false) };
+        if fs::symlink_metadata(&link).is_ok() {
+            return Ok(false);
+        }
+        fs::create_dir_all(&here)?;
+        // Relative: a home that moves along with its box keeps it whole.
+        std::os::unix::fs::symlink(Path::new("..").join(folder).join(format!("{session}.jsonl")), &link)?;
+        Ok(true)
+    }
+
     /// Every file that may be the transcript of `session`, the one of [`Finder::path_of`] first.
     pub fn paths_of(&self, session: &SessionId) -> Vec<PathBuf> {
         let Some(first) = self.path_of(session) else { return Vec::new() };

@@ -1,5 +1,5 @@
 //! The files of transcripts: finds them, reads windows and photos of them, looks turns up, watches what is appended.
-//! Only ever reads.
+//! Only ever reads transcripts; at most a link to one is made.
 //!
 //! Leaves what a line means to `transcript`. Rules a change could break: memory is bounded per request and in all; one
 //! scan of a file serves every reader that came meanwhile; nothing is read under a lock; a file that is appended to,
@@ -39,6 +39,13 @@ pub struct Archive {
     inner: Arc<Inner>,
 }
 
+/// How a transcript stood at one moment: one that was written to since has another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stamp {
+    file: (u64, u64),
+    bytes: u64,
+}
+
 #[derive(Debug)]
 struct Inner {
     finder: Finder,
@@ -70,6 +77,28 @@ impl Archive {
             return crate::model::has_transcript(session).then(|| "model".to_owned());
         }
         self.inner.finder.folder_of(&self.path_of(session)?)
+    }
+
+    /// How the transcript of `session` stands now; `None` if there is none.
+    #[must_use]
+    pub fn stamp(&self, session: &SessionId) -> Option<Stamp> {
+        use std::os::unix::fs::MetadataExt as _;
+        #[cfg(feature = "model")]
+        if crate::model::is_on() {
+            return None;
+        }
+        let meta = std::fs::metadata(self.path_of(session)?).ok()?;
+        Some(Stamp { file: (meta.dev(), meta.ino()), bytes: meta.len() })
+    }
+
+    /// Lets an agent that looks only in the folder of its working directory find the transcript of `session` after the box
+    /// was moved. True if that was done now.
+    #[must_use]
+    pub fn link_here(&self, session: &SessionId) -> bool {
+        self.inner.finder.link_here(session).unwrap_or_else(|e| {
+            log::warn!("session {session}: its transcript is not linked into the folder of the box: {e}");
+            false
+        })
     }
 
     /// Ok if the transcript of `session` can be opened, or if there is none.

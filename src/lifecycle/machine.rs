@@ -72,8 +72,8 @@ pub enum Fact<R> {
     },
     /// The transcript was searched for a turn.
     LookedUp(TurnId, Seen),
-    /// The transcript was searched for the queue that a dead server left: what of it was delivered already, and of what
-    /// nobody can know.
+    /// The transcript was searched for what waits (after a start of the server, or because somebody else wrote to it): what
+    /// of it was delivered already, and of what nobody can know.
     QueueLookedUp {
         /// Turns of it that the agent recorded, in order.
         found: Vec<FoundTurn>,
@@ -414,6 +414,13 @@ impl<R: RunRef> Machine<R> {
         let owed = self.owed.iter().flat_map(|o| o.members.iter());
         let held = self.turn.iter().filter(|t| t.step != Step::Sent).flat_map(|t| t.members.iter());
         owed.chain(held).map(|m| m.uuid.clone()).chain(self.inbox.recorded_uuids()).collect()
+    }
+
+    /// The messages themselves that wait for a run and were never given to it, oldest first.
+    #[must_use]
+    pub fn waiting_messages(&self) -> Vec<Arc<Message>> {
+        let owed = self.owed.iter().filter(|o| !o.unsure).flat_map(|o| o.members.iter().cloned());
+        owed.chain(self.inbox.recorded_messages()).collect()
     }
 
     /// The inbox, for its limits.
@@ -880,6 +887,12 @@ impl<R: RunRef> Machine<R> {
     ) -> Result<(), InvariantError> {
         self.queue = Queue::Known;
         for FoundTurn { members, finished } in found {
+            // A turn that was to go out again, and went out elsewhere meanwhile.
+            if let Some(owed) =
+                self.owed.take_if(|o| !o.unsure && members.first() == o.members.first().map(|m| &m.uuid))
+            {
+                out.push(Effect::Found { turn: owed.turn, members: owed.members, finished });
+            }
             // One that a person cleared meanwhile is no longer there.
             let members: Vec<_> = members.iter().filter_map(|uuid| self.inbox.take_out(uuid)).collect();
             if let Some(first) = members.first() {

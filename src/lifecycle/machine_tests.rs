@@ -610,6 +610,27 @@ fn a_queue_that_a_dead_server_left_is_looked_up_before_its_first_byte() {
 }
 
 #[test]
+fn a_turn_that_somebody_else_gave_meanwhile_is_not_given_again() {
+    let turn = TurnId::parse("m1").unwrap();
+    let owed = Some(OwedTurn { turn: turn.clone(), members: vec![message(1), message(2)], deaths: 0, stopped: false });
+    let mut world = World { machine: Machine::recovered(owed, Vec::new(), &[]), ..World::default() };
+    world.next_message = 2;
+    world.fates = ["m1", "m2"].map(|m| (m.to_owned(), Fate::Accepted)).into();
+    world.apply(Fact::RetryDue);
+    world.look_ups.clear();
+    world.apply(Fact::LookedUp(turn, Seen::Absent));
+    world.send();
+    world.grant();
+    assert_eq!(world.phase(), PhaseKind::Starting);
+    assert_eq!(world.machine.waiting_messages().len(), 3);
+    let found = vec![FoundTurn { members: vec![message(1).uuid.clone(), message(2).uuid.clone()], finished: true }];
+    world.apply(Fact::QueueLookedUp { found, unsure: Vec::new(), why: Unknown::Unreadable });
+    world.settle_down();
+    assert_eq!(world.sent_turns, [["m3"]]);
+    assert_eq!(["m1", "m2"].map(|m| world.fates[m]), [Fate::Done, Fate::Done]);
+}
+
+#[test]
 fn a_queue_that_is_cleared_while_it_is_looked_up_stays_cleared() {
     let mut world = World { machine: Machine::recovered(None, vec![message(1)], &[]), ..World::default() };
     world.next_message = 1;

@@ -14,6 +14,7 @@ use super::features::{Features, with_snapshot};
 use super::listener::Listener;
 use super::thread::Responses;
 use crate::agent::{AgentIdentity, Run, RunSpec, Turn, TurnEnd};
+use crate::archive::Stamp;
 use crate::clock::{self, UnixMs};
 use crate::error::Result;
 use crate::ids::{MessageUuid, RunNo, SessionId, TurnId};
@@ -74,6 +75,8 @@ pub struct State {
     pub agent: Option<AgentIdentity>,
     /// Which agent the turn whose fate is open was handed to.
     pub handed_to: Option<AgentIdentity>,
+    /// How the transcript stood when it was searched, or when our last run of it ended.
+    pub looked_at: Option<Stamp>,
     /// The agent said that it has this conversation, though no transcript is where we look.
     pub has_it_elsewhere: bool,
     /// The flags.
@@ -175,6 +178,7 @@ impl Session {
                     anchor: row.anchor.clone(),
                     agent: None,
                     handed_to: None,
+                    looked_at: None,
                     has_it_elsewhere: false,
                     features,
                     tasks: std::collections::HashSet::new(),
@@ -737,6 +741,7 @@ impl Session {
             let state = self.state.lock();
             (state.id.clone(), state.anchor.clone(), state.handed_to.clone(), state.resumable)
         };
+        self.look_now(&id);
         let sought = Sought { ids, anchor: anchor.as_ref().map(TurnId::as_str) };
         let is_proven = agent.is_some_and(|agent| self.context.proofs.holds(&agent));
         match self.context.archive.look_up(&id, sought) {
@@ -761,6 +766,27 @@ impl Session {
         }
     }
 
+    /// Notes how the transcript stands before it is read: what is written later is looked for again before a run starts.
+    fn look_now(&self, id: &SessionId) {
+        let stamp = self.context.archive.stamp(id);
+        self.state.lock().looked_at = stamp;
+    }
+
+    /// Before an agent is started: if somebody else wrote to the transcript since it was searched, or since our last run
+    /// (the server of a copy of this box, a person at a terminal), what waits is looked for in it once more.
+    pub fn look_again(self: &Arc<Self>) {
+        let id = self.id();
+        let stamp = self.context.archive.stamp(&id);
+        let waiting = {
+            let state = self.state.lock();
+            if state.looked_at == stamp { Vec::new() } else { state.machine.waiting_messages() }
+        };
+        if !waiting.is_empty() {
+            let fact = self.seen_of_queue(&waiting);
+            self.apply_reserved(fact);
+        }
+    }
+
     /// What of a queue that a dead server left is delivered already, as the fact that the machine waits for.
     #[must_use]
     pub fn seen_of_queue(&self, queue: &[Arc<Message>]) -> Fact<Run> {
@@ -772,6 +798,7 @@ impl Session {
         let is_blind = ["dispatch_before_commit", "remerge_at_recovery"].into_iter().any(crate::faults::planted);
         let waiting = if is_blind { Vec::new() } else { waiting };
         let uuids = |at: std::ops::Range<usize>| queue[at].iter().map(|m| m.uuid.clone()).collect::<Vec<_>>();
+        self.look_now(&id);
         let (found, unsure) = match self.context.archive.look_up_queue(&id, &waiting) {
             Ok(trace) => {
                 let found = trace.turns.into_iter();

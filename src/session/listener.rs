@@ -149,6 +149,7 @@ impl RunListener for Listener {
         self.run_prepare_hook(&id);
         // After the sweep: an agent that outlived its server does not hold the file, its server did.
         *self.held.lock() = context.archive.hold(&id)?;
+        self.session.look_again();
         *self.watch.lock() = Some(context.archive.watch(&id));
         Ok(())
     }
@@ -264,6 +265,8 @@ impl RunListener for Listener {
 
     fn ended(&self, end: RunEnd) {
         self.release_active_file();
+        let stamp = self.session.context.archive.stamp(&self.session.id());
+        self.session.state().looked_at = stamp;
         drop(self.held.lock().take());
         if end.has_conversation {
             // In another home than the one we read, or it would have been resumed: from now on it is.
@@ -274,7 +277,10 @@ impl RunListener for Listener {
         self.record(Change::AgentGone { session: self.session.id() });
         let foreign = self.foreign.lock().take();
         // What such an agent was given is in another conversation's transcript: sent again it would be there twice.
-        let hopeless = foreign.is_some() || end.start_error.as_ref().is_some_and(|e| e.code() == Code::SessionGone);
+        let knows_none = end.start_error.as_ref().is_some_and(|e| e.code() == Code::SessionGone);
+        // Some versions look only in the folder of their working directory: after a move the transcript is in another.
+        let is_linked = knows_none && self.session.context.archive.link_here(&self.session.id());
+        let hopeless = foreign.is_some() || (knows_none && !is_linked);
         let error = foreign.or(end.start_error).map(|e| e.text().to_owned()).or_else(|| {
             (!end.spoke && !end.asked).then(|| format!("the agent ended before it said anything ({})", end.exit))
         });

@@ -577,3 +577,29 @@ fn a_worker_that_waits_says_in_the_dump_for_which_session() {
         waits.join().unwrap();
     });
 }
+
+#[test]
+fn what_the_original_writes_after_it_was_copied_is_not_given_again_by_the_copy() {
+    let place = Place::new();
+    let home = place.path("home").display().to_string();
+    let server = place.options().args(["--agent-home", &home]).start();
+    let (first, _) = server.converse("new", "hello");
+    let (mut events, session) = (server.follow(), first.session_id);
+    // The copy finds nothing of it at first: the agent writes it down late.
+    let running = server.send(&session, "{{dedup=off user_flush_ms=2500 deltas=30 delta_ms=100}} written late");
+    events.turn_of(&running.message_uuid);
+    server.wait_phase(&session, "streaming");
+    copy(&place.box_dir(), &place.path("copy"));
+    let other = Options::default().box_dir(&place.path("copy")).args(["--agent-home", &home]).start();
+    let mut others = other.follow_from(Some("0"));
+    others.wait_for("the copy wants to give it again", |f| {
+        f.event == "chat-turn-failed" && f.text("turnId") == running.message_uuid && f.data["willRetry"] == true
+    });
+    events.turn_end(&running.message_uuid);
+    server.control("stop", &session);
+    server.wait_phase(&session, "idle");
+    other.send(&session, "and on, in the copy");
+    let end = others.turn_end(&running.message_uuid);
+    assert_eq!(end.text("subtype"), "recovered", "{end:?}");
+    assert_eq!(delivered(Path::new(&home), "written late"), 1);
+}

@@ -258,9 +258,10 @@ fn moves(scene: &mut Scene) {
     scene.good_end(&before);
     let running = scene.send("over the move", &slowly());
     scene.streams(&running);
+    scene.is_written(&running);
     let queued = scene.send("waits over the move", &says("two"));
     scene.move_box();
-    let end = scene.end(&running);
+    let end = scene.events.turn_end(&running.message_uuid);
     assert!(end.text("error").contains("before it finished"), "it was recorded, and is not sent again: {end:?}");
     scene.good_end(&queued);
     scene.converse("after the move", &says("three"));

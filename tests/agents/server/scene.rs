@@ -177,6 +177,15 @@ impl Scene {
         });
     }
 
+    /// Waits until the agent has written the message down.
+    pub fn is_written(&self, accepted: &Accepted) {
+        self.server.wait_until("the user's line in the transcript", |_| {
+            let disk = Disk::read(&self.home, |_| true).unwrap();
+            let mut lines = disk.sessions.values().flat_map(|t| &t.users);
+            lines.any(|line| line.uuids.contains(&accepted.message_uuid)).then_some(())
+        });
+    }
+
     /// Waits until a tool runs whose command holds `word`; its processes.
     pub fn tool_runs(&mut self, accepted: &Accepted, word: &str) -> Vec<u32> {
         self.said("a tool call", accepted, |msg| msg["message"]["content"].to_string().contains("tool_use"));
