@@ -34,7 +34,7 @@
 //! | [`inbox`], [`lifecycle`], [`lifecycle::machine`] | PURE: what a session decides |
 //! | [`session::engine`] | one session: its lock, and the carrying out of decisions |
 //! | [`session::chat`], [`session::pool`], [`session::registry`] | what requests mean; threads of outside channels; who may live |
-//! | [`session::proof`], [`session::moved`], [`session::recover`] | what a dead server, another agent or another place leaves to know |
+//! | [`session::look_up`], [`session::proof`], [`session::moved`], [`session::recover`] | what a dead server, another agent or another place leaves to know |
 //! | [`agent`] | one live agent: command, wire, adapt, pump; [`agent::embedded`] is an agent of our own |
 //! | [`journal`], [`bus`], [`push`] | what is durable, what is live, and who hears it |
 //! | `mirror` | feature `mirror`: kept events copied into a broker's stream |

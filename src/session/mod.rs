@@ -6,6 +6,7 @@ pub mod chat;
 pub mod engine;
 pub mod features;
 pub mod listener;
+pub mod look_up;
 pub mod moved;
 pub mod pool;
 pub mod proof;
