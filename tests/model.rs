@@ -26,7 +26,7 @@ use beebox_chatd::session::chat::{self, Draft, Sent};
 use beebox_chatd::session::pool::{Pool, ThreadMessage};
 use beebox_chatd::session::proof::Proofs;
 use beebox_chatd::session::recover::Leftovers;
-use beebox_chatd::session::registry::{Registry, Word};
+use beebox_chatd::session::registry::{Registry, Selector};
 use clap::Parser as _;
 use shuttle::rand::{Rng as _, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
@@ -100,8 +100,8 @@ fn draft(text: &str, id: Option<&str>) -> Draft {
     Draft { text: text.into(), images: Vec::new(), message_id, seeds: Vec::new() }
 }
 
-fn send(registry: &Arc<Registry>, word: &Word, text: &str, id: Option<&str>) -> Option<SessionId> {
-    match chat::send(registry, word, draft(text, id)) {
+fn send(registry: &Arc<Registry>, selector: &Selector, text: &str, id: Option<&str>) -> Option<SessionId> {
+    match chat::send(registry, selector, draft(text, id)) {
         Ok(Sent::Accepted { session, .. }) => Some(session),
         Ok(Sent::Repeat(first)) => Some(first.session),
         Err(_) => None,
@@ -116,8 +116,8 @@ fn chats(config: &Config, weather: Weather, planted: Option<Planted>) {
     for n in 0..2 {
         let registry = house.registry.clone();
         threads.push(thread::spawn(move || {
-            if let Some(session) = send(&registry, &Word::New, &format!("first {n}"), Some(&format!("id-{n}"))) {
-                send(&registry, &Word::Id(session), &format!("second {n}"), None);
+            if let Some(session) = send(&registry, &Selector::New, &format!("first {n}"), Some(&format!("id-{n}"))) {
+                send(&registry, &Selector::Id(session), &format!("second {n}"), None);
             }
         }));
     }
@@ -126,8 +126,8 @@ fn chats(config: &Config, weather: Weather, planted: Option<Planted>) {
         let (registry, mains) = (house.registry.clone(), mains.clone());
         threads.push(thread::spawn(move || {
             let sent = [
-                send(&registry, &Word::Main, &format!("main {n}"), Some("the same")),
-                send(&registry, &Word::Main, &format!("main again {n}"), None),
+                send(&registry, &Selector::Main, &format!("main {n}"), Some("the same")),
+                send(&registry, &Selector::Main, &format!("main again {n}"), None),
             ];
             mains.lock().unwrap().extend(sent.into_iter().flatten());
         }));
@@ -189,7 +189,7 @@ fn pool(config: &Config, weather: Weather, planted: Option<Planted>) {
     }
     let registry = house.registry.clone();
     threads.push(thread::spawn(move || {
-        send(&registry, &Word::New, "beside", None);
+        send(&registry, &Selector::New, "beside", None);
     }));
     for thread in threads {
         thread.join().unwrap();

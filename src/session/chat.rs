@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::engine::{Kind, Session};
 use super::features::{BadFeature, Features};
-use super::registry::{Registry, Word};
+use super::registry::{Registry, Selector};
 use crate::clock;
 use crate::config::{QUEUE_BYTES_MAX, QUEUE_MESSAGES_MAX};
 use crate::error::{Code, Error, Result};
@@ -66,7 +66,7 @@ pub enum Sent {
 ///
 /// # Errors
 /// `unknown_session`, `session_gone`, `thread_session`, `content_conflict`, `queue_full`, `cannot_record`, `bad_field`.
-pub fn send(registry: &Arc<Registry>, word: &Word, draft: Draft) -> Result<Sent> {
+pub fn send(registry: &Arc<Registry>, selector: &Selector, draft: Draft) -> Result<Sent> {
     let claim = draft.message_id.clone().map(|id| Claim { id, hash: content_hash(&draft.text, &draft.images, &[]) });
     // A repeat is answered from the claim, whatever has become of its conversation or of the queue.
     let journal = &registry.context().journal;
@@ -77,7 +77,7 @@ pub fn send(registry: &Arc<Registry>, word: &Word, draft: Draft) -> Result<Sent>
     }
     // Before a conversation is coined: a refused send leaves nothing behind.
     let seeded = seeds(&draft.seeds)?;
-    let session = registry.for_send(word)?;
+    let session = registry.for_send(selector)?;
     if session.kind != Kind::Chat {
         return Err(Error::new(Code::ThreadSession, format!("{} is the conversation of a thread", session.id())));
     }

@@ -10,7 +10,7 @@ use crate::ids::SessionId;
 use crate::lifecycle::machine::Did;
 use crate::session::chat::{self, Draft, Sent};
 use crate::session::pool::ThreadMessage;
-use crate::session::registry::Word;
+use crate::session::registry::Selector;
 
 /// Longest thread reference, in bytes: messengers use far less.
 const THREAD_BYTES_MAX: usize = 512;
@@ -29,7 +29,7 @@ impl Handlers {
     pub(super) fn send(&self, body: Vec<u8>) -> Result<Reply> {
         self.ensure_open()?;
         let fields = Fields::read(&body)?;
-        let word = Word::parse(&fields.text("session")?)?;
+        let selector = Selector::parse(&fields.text("session")?)?;
         let draft = Draft {
             text: fields.message()?,
             message_id: fields.message_id()?,
@@ -41,7 +41,7 @@ impl Handlers {
         }
         // All that is needed of it is in the draft: what waits for the disk should not hold it twice.
         drop(body);
-        let mut answer = match chat::send(&self.registry, &word, draft)? {
+        let mut answer = match chat::send(&self.registry, &selector, draft)? {
             Sent::Accepted { session, message, event, turn: Some(turn) } => {
                 json!({"sessionId": session, "messageUuid": message, "eventId": event, "turnId": turn})
             }
