@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use serde_json::json;
 
-use super::engine::{Session, State, failed_event};
+use super::engine::{Session, State};
+use super::records::failed_event;
 use crate::agent::Run;
 use crate::archive::{Sought, Trace, Waiting};
 use crate::ids::{SessionId, TurnId};

@@ -10,6 +10,7 @@ pub mod look_up;
 pub mod moved;
 pub mod pool;
 pub mod proof;
+pub mod records;
 pub mod recover;
 pub mod registry;
 pub mod thread;
