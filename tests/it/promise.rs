@@ -603,3 +603,56 @@ fn what_the_original_writes_after_it_was_copied_is_not_given_again_by_the_copy()
     assert_eq!(end.text("subtype"), "recovered", "{end:?}");
     assert_eq!(delivered(Path::new(&home), "written late"), 1);
 }
+
+/// An agent that says why it does not start, until `fine` is there; then one that keeps no transcript.
+const REFUSES: &str = r#"
+here=$(dirname "$0")
+[ -e "$here/fine" ] && exec sh "$here/agent.sh" "$@"
+read -r line
+echo "--dangerously-skip-permissions cannot be used with root/sudo privileges" >&2
+exit 1
+"#;
+
+#[test]
+fn a_start_that_the_agent_refuses_is_told_with_its_reason_first_and_keeps_the_message() {
+    let place = Place::new();
+    let refuses = place.path("refuses.sh");
+    std::fs::write(&refuses, REFUSES).unwrap();
+    let server = place.options().args(["--agent", &format!("sh {}", refuses.display())]).env("MODE", "stay").start();
+    let mut events = server.follow();
+    let sent = server.send("new", "hello");
+    let first = events.wait_for("the refusal", |frame| frame.event == "chat-turn-failed");
+    assert!(first.text("error").contains("as root") && first.data["willRetry"] == true, "{first:?}");
+    assert_eq!(pending(&server, &sent.session_id).len(), 1, "the message waits");
+    std::fs::write(place.path("fine"), "").unwrap();
+    events.wait_for("the answer", |frame| frame.event == "chat-complete");
+    // Nobody doubts that it was given to none of those that refused: it is not shown as failed, and is given once.
+    assert_eq!(place.given(&sent.message_uuid), 1);
+}
+
+#[test]
+fn a_conversation_that_the_agent_does_not_find_fails_with_that_reason_and_no_other() {
+    let place = Place::new();
+    // The embedded agent, until `lost` is there.
+    let script = place.path("loses.sh");
+    let program = env!("CARGO_BIN_EXE_beebox-chatd");
+    let says =
+        r#"{"type":"result","subtype":"error_during_execution","is_error":true,"errors":["No conversation found"]}"#;
+    let lost = place.path("lost");
+    let text =
+        format!("[ -e {} ] || exec {program} agent \"$@\"\nread -r line\necho '{says}'\nexit 1\n", lost.display());
+    std::fs::write(&script, text).unwrap();
+    let server = place.options().args(["--agent", &format!("sh {}", script.display())]).start();
+    let (first, _) = server.converse("new", "one");
+    server.control("stop", &first.session_id);
+    server.wait_phase(&first.session_id, "idle");
+    std::fs::write(lost, "").unwrap();
+    let mut events = server.follow();
+    let sent = server.send(&first.session_id, "two");
+    let failed = events.wait_for("the failure", |frame| {
+        frame.event == "chat-turn-failed" && frame.data["messageUuids"].to_string().contains(&sent.message_uuid)
+    });
+    assert!(failed.text("error").contains("no such conversation") && failed.data["willRetry"] == false, "{failed:?}");
+    let rows = pending(&server, &first.session_id);
+    assert!(rows.len() == 1 && rows[0].0 == "failed" && rows[0].1.contains("no such conversation"), "{rows:?}");
+}

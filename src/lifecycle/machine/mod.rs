@@ -586,18 +586,13 @@ impl<R: RunRef> Machine<R> {
         if let Some(turn) = self.agent_turn.take() {
             out.push(Effect::AgentTurnEnded(turn, false));
         }
+        // Who said that it does not start took nothing that was written to it.
         if refused && let Some(flight) = self.turn.as_mut().filter(|t| t.step == Step::Sent) {
             flight.step = Step::Held;
         }
-        match self.turn.as_ref().map(|t| t.step) {
-            Some(Step::Sent) => {
-                if let Some(flight) = self.turn.take() {
-                    self.owed = Some(Owed::from(flight));
-                }
-            }
-            Some(Step::Held) => self.unsent(out),
-            // Its record is still under way; `dispatched` or `DispatchRefused` finds the run gone.
-            Some(Step::Committing) | None => {}
+        // While its record is under way a turn stays: `dispatched` or `DispatchRefused` finds the run gone.
+        if let Some(flight) = self.turn.take_if(|t| t.step == Step::Sent || (hopeless && t.step == Step::Held)) {
+            self.owed = Some(Owed::from(flight));
         }
         if hopeless {
             let why = error.clone().unwrap_or_else(|| "the conversation cannot be resumed".into());
@@ -624,6 +619,8 @@ impl<R: RunRef> Machine<R> {
                 self.halted = true;
             }
         }
+        // After the reason, which clients hear first.
+        self.unsent(out);
         out.push(Effect::Changed);
         self.advance(out)
     }

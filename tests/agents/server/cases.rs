@@ -227,7 +227,14 @@ pub fn reset(scene: &mut Scene) {
     scene.converse("and goes on when asked", &says("one more"));
 }
 
+/// An agent that is known to keep what it gets: a turn that is not in its transcript is given again.
 pub fn agent_killed(scene: &mut Scene) {
+    scene.converse("before", &says("one"));
+    agent_killed_in_its_first_turn(scene);
+}
+
+/// An agent that nothing is known of: if the turn is not in a transcript, it is shown as failed.
+pub fn agent_killed_in_its_first_turn(scene: &mut Scene) {
     let first = scene.send("first", &slowly());
     scene.streams(&first);
     let queued = scene.send("waits", &says("next"));

@@ -57,6 +57,7 @@ fn all() -> Vec<Case> {
         "stop in a tool" |r| usual(r, cases::stop_in_a_tool);
         "restart" |r| usual(r, cases::restart);
         "reset" |r| usual(r, cases::reset);
+        "agent killed in its first turn" |r| usual(r, cases::agent_killed_in_its_first_turn);
         "agent killed in a turn" |r| usual(r, cases::agent_killed);
         "server killed in a turn" |r| usual(r, cases::server_killed);
         "resume after a restart" |r| usual(r, cases::resume);

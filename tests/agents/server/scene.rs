@@ -258,6 +258,7 @@ impl Scene {
                 match kept.event.as_str() {
                     "chat-message-dispatched" if names(&kept.data) => turn = kept.data["turnId"].as_str(),
                     "chat-queue-cleared" if names(&kept.data) => gone = true,
+                    "chat-turn-failed" if names(&kept.data) && kept.data["willRetry"] == false => gone = true,
                     _ => {}
                 }
             }
